@@ -1,0 +1,92 @@
+"""The data that moves between dataset, rollout engine, rewards and trainer: frozen dataclasses, no behaviour beyond checks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+Message = dict[str, Any]  # one chat turn: {"role": ..., "content": ...}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt, as the engine and the reward functions see it."""
+
+    input_ids: tuple[int, ...]
+    """Token ids [L], L >= 1, special tokens included."""
+    raw: str | list[Message] = ""
+    """The prompt as it stands in the dataset: text, or a list of chat messages. Reward functions get this."""
+    index: int | None = None
+    """Position in the stream of prompts: names the random stream of its completions. None: derived from the ids."""
+    columns: dict[str, Any] = field(default_factory=dict)
+    """The other dataset columns of this row, passed to reward functions."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How completions are drawn. One call of an engine uses one of these for every prompt."""
+
+    max_new_tokens: int
+    """Longest completion in tokens, the EOS token included."""
+    num_generations: int = 1
+    """G, completions per prompt."""
+    temperature: float = 1.0
+    """Divides the logits; 0 means greedy."""
+    top_k: int = 0
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float = 1.0
+    """Keep the smallest set of tokens whose probability reaches p; 1 keeps all."""
+    seed: int = 0
+    """Same seed, same completions, whatever else is in the batch."""
+
+    def __post_init__(self):
+        _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
+        _require(self.num_generations >= 1, "num_generations", "at least 1", self.num_generations)
+        _require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or positive", self.temperature)
+        _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
+        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled continuation of a prompt."""
+
+    token_ids: tuple[int, ...]
+    """Token ids [T]; the EOS token, when there is one, is the last and counts."""
+    logps: tuple[float, ...]
+    """Log-probability of each token [T] in nats, under the distribution it was drawn from."""
+    finish_reason: str
+    """"stop" after an EOS token, "length" when max_new_tokens or the context ran out."""
+    text: str = ""
+    """Decoded without special tokens; empty where the engine has no tokenizer."""
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """B rows (P prompts x G completions, group after group), each row prompt then completion, padded on the right."""
+
+    input_ids: torch.Tensor
+    """[B, S] int64 prompt and completion."""
+    attention_mask: torch.Tensor
+    """[B, S] bool, True for real tokens."""
+    prompt_lengths: torch.Tensor
+    """[B] int64 tokens of the prompt; completion token t stands at column prompt_lengths + t."""
+    completion_ids: torch.Tensor
+    """[B, T] int64, padded on the right."""
+    completion_mask: torch.Tensor
+    """[B, T] bool, True where the token takes part in the loss (EOS included)."""
+    advantages: torch.Tensor
+    """[B] fp32."""
+    sampling_logps: torch.Tensor
+    """[B, T] fp32, reported by the engine."""
+    old_logps: torch.Tensor | None = None
+    """[B, T] fp32, of the policy that generated, by the training forward. None: use the current ones, detached."""
+    ref_logps: torch.Tensor | None = None
+    """[B, T] fp32, of the reference model. None without a KL term."""
+
+
+def _require(holds: bool, name: str, rule: str, value: object) -> None:
+    if not holds:
+        raise ValueError(f"{name} must be {rule}, got {value}")
