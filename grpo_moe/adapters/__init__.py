@@ -1,0 +1,1 @@
+"""Bridges between transformers models and our ops."""

@@ -1,0 +1,35 @@
+"""Registers our experts in transformers' ExpertsInterface, so that a model selects them by name."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from grpo_moe.ops import moe_experts
+
+
+def stacked(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
+    """The interface's function for ``experts_implementation="stacked"``: hidden [N, H], index and weights [N, K].
+
+    Raises:
+        ValueError: an experts module without a silu gate, with biases, or in another layout; names it.
+    """
+    plain = module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
+    if not plain or not _is_silu(module):
+        raise ValueError(
+            f'experts_implementation="stacked" must be used with bias-free [gate; up] silu experts, got '
+            f"{type(module).__name__}; use transformers' \"grouped_mm\" or \"eager\" for this model"
+        )
+    return moe_experts(
+        hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl="stacked"
+    )
+
+
+def _is_silu(module) -> bool:
+    default_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
+    act = getattr(module, "act_fn", None)
+    return default_gate and (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation"))
+
+
+ALL_EXPERTS_FUNCTIONS.register("stacked", stacked)

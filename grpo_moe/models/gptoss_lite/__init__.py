@@ -1,0 +1,21 @@
+"""GPT-OSS-Lite: a 12-layer mixture-of-experts language model, registered with transformers' Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from .cache import RingCache
+from .configuration import GptOssLiteConfig
+from .convert import from_original, to_original_state_dict
+from .modeling import GptOssLiteForCausalLM, GptOssLiteModel
+
+AutoConfig.register(GptOssLiteConfig.model_type, GptOssLiteConfig, exist_ok=True)
+AutoModel.register(GptOssLiteConfig, GptOssLiteModel, exist_ok=True)
+AutoModelForCausalLM.register(GptOssLiteConfig, GptOssLiteForCausalLM, exist_ok=True)
+
+__all__ = [
+    "GptOssLiteConfig",
+    "GptOssLiteForCausalLM",
+    "GptOssLiteModel",
+    "RingCache",
+    "from_original",
+    "to_original_state_dict",
+]

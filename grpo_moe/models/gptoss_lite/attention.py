@@ -1,0 +1,81 @@
+"""Attention of GPT-OSS-Lite: grouped queries, rotary positions, learned sinks, alternating windows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from grpo_moe.ops import sink_attention
+
+from .rope import apply_rotary
+
+SINK_RANGE = (-10.0, 15.0)
+
+
+class AttentionMasks:
+    """Which query sees which key, for both kinds of layer, from token positions alone; each mask is built once."""
+
+    def __init__(
+        self,
+        query_positions: torch.Tensor,
+        key_positions: Callable[[str, int], torch.Tensor],
+        window: int,
+        segments: torch.Tensor | None = None,
+    ):
+        """
+        Args:
+            query_positions: [B, T] position of each query, -1 for padding.
+            key_positions: function of (kind, S) to the positions [B, S] of the keys, -1 where there is none.
+            window: positions that a "sliding_attention" query sees, itself included.
+            segments: [B, T] sequence number of each token in a packed row (keys are then the same tokens), or None.
+        """
+        self.query_positions, self.key_positions = query_positions, key_positions
+        self.window, self.segments = window, segments
+        self._built: dict[tuple[str, int], torch.Tensor] = {}
+
+    def __call__(self, kind: str, num_keys: int) -> torch.Tensor:
+        """Bool mask [B, T, S], True where the query may see the key."""
+        if (kind, num_keys) not in self._built:
+            self._built[kind, num_keys] = self._build(kind, num_keys)
+        return self._built[kind, num_keys]
+
+    def _build(self, kind, num_keys):
+        query, key = self.query_positions[:, :, None], self.key_positions(kind, num_keys)[:, None, :]
+        mask = (key >= 0) & (key <= query)
+        if kind == "sliding_attention":
+            mask &= query - key < self.window
+        if self.segments is not None:
+            mask &= self.segments[:, :, None] == self.segments[:, None, :]
+        return mask
+
+
+class GptOssLiteAttention(nn.Module):
+    """Multi-head attention of one layer; even layers see a window, odd layers everything before."""
+
+    def __init__(self, config, layer: int):
+        super().__init__()
+        self.layer, self.kind = layer, config.layer_types[layer]
+        self.heads, self.kv_heads, self.head_dim = (
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
+        self.kv_proj = nn.Linear(config.hidden_size, 2 * self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.sinks = nn.Parameter(torch.zeros(self.heads)) if config.attention_sinks else None
+
+    def forward(self, hidden_states, rotary, masks: AttentionMasks, cache=None):
+        """hidden_states [B, T, hidden] -> [B, T, hidden]."""
+        batch, width, _ = hidden_states.shape
+        query = self.q_proj(hidden_states).view(batch, width, self.heads, self.head_dim).transpose(1, 2)
+        key_value = self.kv_proj(hidden_states).view(batch, width, 2, self.kv_heads, self.head_dim)
+        key, value = key_value.transpose(1, 3).unbind(2)  # each [B, kv_heads, T, D]
+        query, key = apply_rotary(query, *rotary[self.kind]), apply_rotary(key, *rotary[self.kind])
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer)
+        sinks = None if self.sinks is None else self.sinks.clamp(*SINK_RANGE)
+        out = sink_attention(query, key, value, mask=masks(self.kind, key.shape[2]), sinks=sinks)
+        return self.o_proj(out.transpose(1, 2).reshape(batch, width, -1))

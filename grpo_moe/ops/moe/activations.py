@@ -1,0 +1,46 @@
+"""Gated activations of MoE experts, from the joint gate/up projection to the input of the down projection."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch.nn import functional as F
+
+LAYOUTS = ("concatenated", "interleaved")
+
+
+def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SwiGLU: silu(gate) * up. Source: arXiv 2002.05202."""
+    return F.silu(gate) * up
+
+
+def gelu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """GEGLU with the tanh approximation. Source: arXiv 2002.05202."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def gpt_oss(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
+    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides. Source: gpt-oss reference code."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def gated_activation(
+    activation: str | Callable, layout: str, *, alpha: float = 1.702, limit: float = 7.0
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns the function from gate_up [M, 2I] to [M, I] that the two names stand for.
+
+    Raises:
+        ValueError: an activation or layout that is not known.
+    """
+    known = {"silu": silu, "gelu_tanh": gelu_tanh, "gpt_oss": partial(gpt_oss, alpha=alpha, limit=limit)}
+    if not callable(activation) and activation not in known:
+        raise ValueError(f"activation must be one of {sorted(known)} or a function, got {activation!r}")
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+    function = activation if callable(activation) else known[activation]
+    if layout == "concatenated":
+        return lambda gate_up: function(*gate_up.chunk(2, dim=-1))
+    return lambda gate_up: function(gate_up[..., ::2], gate_up[..., 1::2])

@@ -1,0 +1,62 @@
+"""The specification of the experts: a PyTorch loop over the experts that hold tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+
+def stacked_experts(
+    hidden_states: torch.Tensor,
+    gate_up_proj: torch.Tensor,
+    down_proj: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    gate_up_bias: torch.Tensor | None,
+    down_bias: torch.Tensor | None,
+    act: Callable[[torch.Tensor], torch.Tensor],
+    transposed: bool,
+) -> torch.Tensor:
+    """Sorts the token-expert pairs by expert, runs one dense feed-forward an expert, and sums back over the slots.
+
+    Arguments as in :func:`grpo_moe.ops.moe_experts`. Experts without tokens get zero gradients, not None. The sum over
+    slots runs in fp32 or wider and in a fixed order, so results repeat to the bit.
+    """
+    (tokens, hidden), slots = hidden_states.shape, top_k_index.shape[1]
+    experts = gate_up_proj.shape[0]
+    flat = top_k_index.reshape(-1)
+    order = flat.argsort(stable=True)
+    skipped, *tokens_per_expert = _counts(flat, experts)
+    pairs = order[skipped : skipped + sum(tokens_per_expert)]
+    inputs = hidden_states[pairs // slots].split(tokens_per_expert)
+
+    outputs = []
+    for expert, (x, up, down) in enumerate(zip(inputs, gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
+        if tokens_per_expert[expert]:
+            gate_up = _linear(x, up, gate_up_bias, expert, transposed)
+            outputs.append(_linear(act(gate_up), down, down_bias, expert, transposed))
+    if not outputs:  # nothing is routed: zeros that keep every input in the graph
+        unused = [gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
+        return hidden_states * 0 + sum(t.sum() * 0 for t in unused if t is not None).to(hidden_states.dtype)
+
+    weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[pairs, None]
+    summed = torch.zeros(tokens * slots, hidden, dtype=weighted.dtype, device=weighted.device)
+    summed = summed.index_copy(0, pairs, weighted).view(tokens, slots, hidden)
+    return summed.sum(1, dtype=torch.promote_types(weighted.dtype, torch.float32)).to(hidden_states.dtype)
+
+
+def _linear(x, weight, bias, expert, transposed):
+    out = x @ (weight if transposed else weight.T)
+    return out if bias is None else out + bias[expert]
+
+
+def _counts(flat: torch.Tensor, experts: int) -> list[int]:
+    """Slots at -1, then at each expert; slots at the sentinel ``experts`` sort last and are left out."""
+    if flat.numel() and (int(flat.min()) < -1 or int(flat.max()) > experts):
+        raise ValueError(
+            f"top_k_index must be in -1..{experts} (-1 and {experts} skip the slot), "
+            f"got {int(flat.min())}..{int(flat.max())}"
+        )
+    return torch.bincount(flat + 1, minlength=experts + 2)[: experts + 1].tolist()

@@ -1,0 +1,107 @@
+"""Group-relative advantages from the rewards of P prompts with G completions each, for the policy loss."""
+
+from __future__ import annotations
+
+import torch
+
+SCALES = ("group", "batch", "none")
+
+
+def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps: float = 1e-4) -> torch.Tensor:
+    """How much better each completion is than the mean of its group: (R - mean) / (std + eps).
+
+    Standard deviations are those of a sample (ddof = 1). NaN marks a completion that no reward function could score: it
+    takes no part in means and deviations, and its advantage is 0. A group whose scorable rewards are all equal, or that
+    has fewer than two, gets exactly 0. Means and deviations are computed in float64.
+
+    Args:
+        rewards: [P, G], G >= 2, finite or NaN.
+        scale: What divides: "group", the deviation of the group (GRPO); "batch", the deviation of all rewards given, so
+            pass those of the global batch, not of one process (Lite PPO); "none", nothing (Dr. GRPO). See
+            `resolve_scale` for booleans.
+        eps: Added to the deviation, positive.
+
+    Returns:
+        [P, G] fp32.
+
+    Raises:
+        ValueError: Wrong shape, a group of one, an infinite reward, unknown scale.
+
+    Source:
+        GRPO (2402.03300), Dr. GRPO (2503.20783), Lite PPO (2508.08221); defaults of TRL 1.16.
+    """
+    scale = resolve_scale(scale)
+    if not eps > 0:
+        raise ValueError(f"eps must be positive, got {eps}")
+    constant = reward_spread(rewards)[:, None] == 0  # [P, 1]
+    rewards = rewards.double()
+    scorable = ~rewards.isnan()
+    num_scorable = scorable.sum(dim=1, keepdim=True).clamp(min=1)  # [P, 1]
+    mean = rewards.nansum(dim=1, keepdim=True) / num_scorable
+    # A rounded mean would leave a constant group a difference that a small eps blows up.
+    centred = torch.where(scorable & ~constant, rewards - mean, 0.0)
+    if scale == "group":
+        variance = centred.square().sum(dim=1, keepdim=True) / (num_scorable - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + eps)
+    elif scale == "batch":
+        centred = centred / (_std(rewards[scorable]) + eps)
+    return centred.float()
+
+
+def reward_spread(rewards: torch.Tensor) -> torch.Tensor:
+    """Largest minus smallest scorable reward of each group: 0 where a group has nothing to learn from.
+
+    Dynamic sampling keeps the groups where this is positive; unlike a mean strictly between 0 and 1 it holds for any
+    scores, and unlike a standard deviation it is free of rounding.
+
+    Args:
+        rewards: [P, G], G >= 2, finite or NaN (not scorable).
+
+    Returns:
+        [P] float64; 0 for a group with fewer than two scorable rewards.
+
+    Raises:
+        ValueError: Wrong shape, a group of one, an infinite reward.
+
+    Source:
+        Dynamic sampling: DAPO (2503.14476), section 3.2.
+    """
+    _check(rewards)
+    rewards = rewards.double()
+    unknown = rewards.isnan()
+    highest = rewards.masked_fill(unknown, -torch.inf).amax(dim=1)
+    lowest = rewards.masked_fill(unknown, torch.inf).amin(dim=1)
+    return (highest - lowest).clamp(min=0)  # -inf without a scorable reward
+
+
+def resolve_scale(scale: str | bool) -> str:
+    """TRL's `scale_rewards`, where True means "group" and False "none", as one of `SCALES`.
+
+    Raises:
+        ValueError: Anything else.
+    """
+    if isinstance(scale, bool):
+        return "group" if scale else "none"
+    if scale not in SCALES:
+        raise ValueError(f"scale_rewards must be one of {', '.join(SCALES)}, or a boolean, got {scale!r}")
+    return scale
+
+
+def _std(values: torch.Tensor) -> torch.Tensor:
+    """Sample standard deviation of [N], 0 for fewer than two."""
+    return values.std() if values.numel() > 1 else values.new_zeros(())
+
+
+def _check(rewards: torch.Tensor) -> None:
+    if rewards.dim() != 2:
+        raise ValueError(f"rewards must be [P, G], got the shape {list(rewards.shape)}")
+    if rewards.shape[1] < 2:
+        raise ValueError(
+            f"num_generations must be at least 2, got {rewards.shape[1]}; advantages compare completions of one prompt"
+        )
+    if rewards.isinf().any():
+        group, row = rewards.isinf().nonzero()[0].tolist()
+        value = rewards[group, row].item()
+        raise ValueError(
+            f"rewards must be finite or NaN (not scorable), got {value} in group {group}, completion {row}"
+        )

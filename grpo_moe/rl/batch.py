@@ -1,0 +1,86 @@
+"""From groups of completions to padded tensors, to optimiser windows, to micro-batches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from grpo_moe.types import Completion, Prompt, RolloutBatch
+
+
+@dataclass(frozen=True)
+class Group:
+    """A prompt, its G completions and their rewards."""
+
+    prompt: Prompt
+    completions: list[Completion]
+    scores: torch.Tensor
+    """[G] float64 weighted sums of the reward functions; NaN where none scored."""
+    rewards: torch.Tensor
+    """[G] float64 scores plus shaping (the overlong punishment): what advantages are made of."""
+    values: list[list[float]]
+    """[F][G] of each reward function."""
+
+
+def collate(
+    groups: Sequence[Group], advantages: torch.Tensor, *, mask_truncated: bool, device: torch.device
+) -> RolloutBatch:
+    """Rows of the groups in order; with no group, one masked row, so that a forward is still possible.
+
+    Args:
+        groups: P groups of G completions.
+        advantages: [P, G].
+        mask_truncated: leave completions that ended without EOS out of the loss.
+        device: of the tensors.
+    """
+    rows = [(g.prompt.input_ids, c) for g in groups for c in g.completions]
+    if not rows:
+        rows = [((0,), Completion((0,), (0.0,), "length"))]
+        advantages, mask_truncated = torch.zeros(1), True
+    prompts = [torch.tensor(ids) for ids, _ in rows]
+    tokens = [torch.tensor(c.token_ids, dtype=torch.long) for _, c in rows]
+    learned = [torch.full_like(t, not mask_truncated or c.finish_reason == "stop") for t, (_, c) in zip(tokens, rows, strict=True)]
+    sequences = [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)]
+    return RolloutBatch(
+        input_ids=pad_sequence(sequences, batch_first=True).to(device),
+        attention_mask=pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True).bool().to(device),
+        prompt_lengths=torch.tensor([len(p) for p in prompts], device=device),
+        completion_ids=pad_sequence(tokens, batch_first=True).to(device),
+        completion_mask=pad_sequence(learned, batch_first=True).bool().to(device),
+        advantages=advantages.flatten().float().to(device),
+        sampling_logps=pad_sequence([torch.tensor(c.logps) for _, c in rows], batch_first=True).to(device),
+    )
+
+
+def select(batch: RolloutBatch, rows: torch.Tensor) -> RolloutBatch:
+    """The given rows of every tensor, cut to their own longest sequence and completion.
+
+    No rows give the first row with an empty mask: a micro-batch that adds nothing, for processes that have run out.
+    """
+    if not len(rows):
+        batch = dataclasses.replace(batch, completion_mask=torch.zeros_like(batch.completion_mask))
+        rows = torch.zeros(1, dtype=torch.long)
+    chosen = {
+        f.name: value[rows] for f in dataclasses.fields(batch) if (value := getattr(batch, f.name)) is not None
+    }
+    width = int(chosen["attention_mask"].sum(1).max())
+    completion_width = int((chosen["attention_mask"].sum(1) - chosen["prompt_lengths"]).max())
+    for name, value in chosen.items():
+        if value.dim() == 2:
+            chosen[name] = value[:, : width if name in ("input_ids", "attention_mask") else completion_width]
+    return RolloutBatch(**chosen)
+
+
+def windows(num_rows: int, num_windows: int, generator: torch.Generator) -> list[torch.Tensor]:
+    """Shuffles the row numbers and deals them into ``num_windows`` parts that differ by at most one row."""
+    return list(torch.randperm(num_rows, generator=generator).tensor_split(num_windows))
+
+
+def micro_batches(batch: RolloutBatch, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Row numbers in micro-batches of at most ``size`` rows, rows of like length together to save padding."""
+    by_length = rows[batch.attention_mask.sum(1).cpu()[rows].argsort(stable=True)]
+    return list(by_length.split(size))

@@ -1,0 +1,131 @@
+"""Rollout groups for one step: generate, score, and with dynamic sampling replace groups that teach nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from grpo_moe.data import PromptSource
+from grpo_moe.rewards import RewardCaller, soft_overlong_penalty
+from grpo_moe.rollout import RolloutEngine
+from grpo_moe.types import Completion, Message, Prompt, SamplingParams
+
+from .advantages import group_advantages, reward_spread
+from .batch import Group
+from .config import GRPOConfig
+from .metrics import PhaseTimer
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """What one process collected for a step."""
+
+    kept: list[Group]
+    """Groups to train on."""
+    generated: list[Group]
+    """All groups, those dropped included: the rewards that are reported."""
+    rounds: int
+    """Generation rounds it took."""
+
+
+class Collector:
+    """Draws completions and scores them.
+
+    Args:
+        engine: generates.
+        rewards: scores.
+        args: the run's options.
+        accelerator: for the collectives that keep all processes at the same place of the prompt stream.
+        timer: gets the phases "rollout" and "reward".
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        rewards: RewardCaller,
+        args: GRPOConfig,
+        accelerator: Accelerator,
+        timer: PhaseTimer,
+    ):
+        self.engine, self.rewards, self.args = engine, rewards, args
+        self.accelerator, self.timer = accelerator, timer
+
+    def collect(self, source: PromptSource, sampling: SamplingParams) -> Rollout:
+        """Groups for one step on this process; with dynamic sampling only those with a spread of rewards.
+
+        Every process draws from the same stream of prompts, each its own whole groups, and all take part in the same
+        number of rounds, so the stream's position stays equal everywhere.
+        """
+        wanted, kept, generated, rounds = self.args.prompts_per_rollout, [], [], 0
+        while rounds < (self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 1):
+            missing = max(gather_object([wanted - len(kept)]))
+            if missing <= 0:
+                break
+            groups = self.generate_groups(self._take(source, missing), sampling)
+            generated += groups
+            kept += self._informative(groups)
+            rounds += 1
+        return Rollout(kept[:wanted], generated, rounds)
+
+    def generate_groups(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
+        """One scored group a prompt."""
+        with self.timer("rollout"), self.accelerator.autocast():
+            completions = self.engine.generate(prompts, sampling)
+        with self.timer("reward"):
+            return self._score(prompts, completions)
+
+    def advantages(self, groups: Sequence[Group]) -> torch.Tensor:
+        """Advantages [P, G] of this process's groups; a "batch" scale is taken over all processes."""
+        everyone = gather_object([[g.rewards.tolist() for g in groups]])
+        mine = sum(len(part) for part in everyone[: self.accelerator.process_index])
+        rewards = [row for part in everyone for row in part]
+        if not groups:
+            return torch.zeros(0, self.args.num_generations)
+        scaled = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale=self.args.scale_rewards)
+        return scaled[mine : mine + len(groups)]
+
+    def _take(self, source, count):
+        world, rank = self.accelerator.num_processes, self.accelerator.process_index
+        return source.take(count * world)[rank * count : (rank + 1) * count]
+
+    def _informative(self, groups):
+        if not self.args.dynamic_sampling or not groups:
+            return groups
+        spread = reward_spread(torch.stack([g.rewards for g in groups]))
+        return [g for g, s in zip(groups, spread.tolist(), strict=True) if s > 0]
+
+    def _score(self, prompts, completions):
+        flat = [c for group in completions for c in group]
+        repeated = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
+        names = prompts[0].columns if prompts else ()
+        columns = {name: [p.columns[name] for p in repeated] for name in names}
+        scored = self.rewards(
+            [p.raw for p in repeated],
+            [as_prompted(p, c) for p, c in zip(repeated, flat, strict=True)],
+            {**columns, "completion_ids": [list(c.token_ids) for c in flat]},
+        )
+        scores = torch.tensor(scored.rewards, dtype=torch.float64)
+        rewards = scores + torch.tensor([self._overlong_penalty(c) for c in flat], dtype=torch.float64)
+        groups, start = [], 0
+        for prompt, group in zip(prompts, completions, strict=True):
+            rows = slice(start, start + len(group))
+            groups.append(Group(prompt, group, scores[rows], rewards[rows], [v[rows] for v in scored.values]))
+            start += len(group)
+        return groups
+
+    def _overlong_penalty(self, completion):
+        cache_length = self.args.overlong_cache_length
+        if cache_length is None:
+            return 0.0
+        return soft_overlong_penalty(len(completion.token_ids), self.args.max_completion_length, cache_length)
+
+
+def as_prompted(prompt: Prompt, completion: Completion) -> str | list[Message]:
+    """The completion in the form of its prompt: text, or one assistant message."""
+    if isinstance(prompt.raw, str):
+        return completion.text
+    return [{"role": "assistant", "content": completion.text}]

@@ -1,0 +1,199 @@
+"""GRPOConfig: every option of a training run, checked before anything is loaded; and its command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+from transformers import HfArgumentParser
+
+from grpo_moe.ops import LossConfig
+from grpo_moe.rl.advantages import resolve_scale
+
+
+def _option(default: Any, text: str, **metadata: Any) -> Any:
+    return field(default=default, metadata={"help": text, **metadata})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GRPOConfig(LossConfig):
+    """Options of :class:`grpo_moe.rl.GRPOTrainer`; the loss options are those of :class:`LossConfig`.
+
+    Names are TRL's where TRL has the option. Where the behaviour differs:
+
+    - the loss is normalised by the exact token (or sequence) count of each optimiser step, over all micro-batches and
+      processes, for every loss type; splitting a batch differently never changes the update;
+    - ``dynamic_sampling`` exists; ``top_k`` and ``top_p`` are refused in training, since the loss scores tokens under
+      the full distribution;
+    - ``router_aux_loss_coef`` is 0 whatever the model's config says;
+    - one ``temperature`` scales the rollout's, the old, the reference and the current log-probabilities.
+
+    A step of :meth:`GRPOTrainer.step` is one rollout; ``max_steps``, ``eval_steps`` and ``save_steps`` count optimiser
+    updates, of which a rollout makes ``num_iterations * steps_per_generation / gradient_accumulation_steps``.
+
+    Raises:
+        ValueError: an option out of range, or two that do not go together; both are named.
+    """
+
+    # Run
+    output_dir: str = _option("runs/grpo", "Folder for checkpoints, metrics.jsonl, summary.json, curves.png, model.")
+    seed: int = _option(0, "Seed of the order of prompts and of all sampling.")
+    max_steps: int = _option(200, "Optimiser updates to make.")
+    max_train_seconds: float | None = _option(
+        None, "Stop after the rollout that passes this many seconds of training (evaluation apart)."
+    )
+    use_cpu: bool = _option(False, "Train on the CPU even where there is a GPU.")
+    bf16: bool = _option(False, "Mixed precision: bf16 forward and backward, fp32 parameters.")
+    gradient_checkpointing: bool = _option(False, "Recompute activations in backward to save memory.")
+    report_to: str | None = _option(None, "Tracker of accelerate (tensorboard, wandb, trackio, ...), or none.")
+
+    # Batch
+    per_device_train_batch_size: int = _option(8, "Completions in a micro-batch on each process.")
+    gradient_accumulation_steps: int = _option(1, "Micro-batches in an optimiser update.")
+    steps_per_generation: int | None = _option(None, "Micro-batches in a rollout; gradient_accumulation_steps if unset.")
+    num_generations: int = _option(8, "Completions a prompt (G), at least 2.")
+    num_iterations: int = _option(1, "Passes over each rollout.")
+    shuffle_dataset: bool = _option(True, "Take the prompts in a new random order each epoch.")
+
+    # Rollout
+    max_completion_length: int = _option(256, "Longest completion in tokens; the constant of dr_grpo.")
+    top_k: int = _option(0, "Must be 0 in training: see above.")
+    top_p: float = _option(1.0, "Must be 1 in training: see above.")
+    dynamic_sampling: bool = _option(False, "DAPO: drop groups whose rewards are all equal and sample others.")
+    dynamic_sampling_max_rounds: int = _option(3, "Rollout rounds to fill a batch; then train on what there is.")
+    mask_truncated_completions: bool = _option(False, "Leave completions without EOS out of the loss.")
+    overlong_cache_length: int | None = _option(
+        None, "DAPO's soft overlong punishment over the last this many tokens before max_completion_length."
+    )
+
+    # Advantages
+    scale_rewards: str = _option("group", "Divide advantages by the std of the group, the batch, or none.")
+
+    # Optimiser
+    learning_rate: float = _option(1e-6, "Peak learning rate of AdamW.")
+    lr_scheduler_type: str = _option("constant_with_warmup", "Schedule, as in transformers.get_scheduler.")
+    warmup_steps: int = _option(0, "Updates over which the learning rate rises.")
+    adam_beta1: float = _option(0.9, "AdamW beta1.")
+    adam_beta2: float = _option(0.999, "AdamW beta2.")
+    adam_epsilon: float = _option(1e-8, "AdamW epsilon.")
+    weight_decay: float = _option(0.0, "AdamW weight decay.")
+    max_grad_norm: float = _option(1.0, "Clip the gradient to this norm; 0 leaves it.")
+    router_aux_loss_coef: float = _option(0.0, "Weight of the routers' load-balancing loss; off whatever the model says.")
+
+    # Evaluation
+    eval_on_start: bool = _option(True, "Evaluate before training (when there is an eval_dataset).")
+    eval_steps: int | None = _option(None, "Evaluate every this many updates, besides the start and the end.")
+    eval_temperature: float = _option(1.0, "Temperature of the sampled evaluation; greedy is always reported too.")
+    pass_threshold: float = _option(1.0, "A completion passes when its total reward is at least this.")
+
+    # Checkpoints and logs
+    save_steps: int | None = _option(None, "Checkpoint every this many updates; unset: only when interrupted.")
+    save_total_limit: int = _option(2, "Checkpoints to keep.")
+    resume_from_checkpoint: str | None = _option(
+        None, "Folder of a checkpoint, or 'latest' (also without a value).", nargs="?", const="latest"
+    )
+    logging_steps: int = _option(1, "Write metrics every this many rollouts.")
+    log_completions: bool = _option(True, "Write the completions of logged rollouts as parquet.")
+    show_progress: bool = _option(True, "Show progress, curves and samples in the terminal.")
+
+    def __post_init__(self):
+        if self.steps_per_generation is None:
+            object.__setattr__(self, "steps_per_generation", self.gradient_accumulation_steps)
+        resolve_scale(self.scale_rewards)
+        for holds, name, rule, fix in (*self._own_ranges(), *self._own_combinations()):
+            if not holds:
+                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}; {fix}")
+        super().__post_init__()
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """Optimiser updates that one rollout makes."""
+        return self.num_iterations * self.windows_per_rollout
+
+    @property
+    def windows_per_rollout(self) -> int:
+        """Parts of a rollout that each make one optimiser update in a pass."""
+        return self.steps_per_generation // self.gradient_accumulation_steps
+
+    @property
+    def prompts_per_rollout(self) -> int:
+        """Prompts that one process takes for a rollout."""
+        return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
+
+    def _own_ranges(self):
+        at_least = {
+            "num_generations": (2, "a group of one has no baseline: its advantage would always be 0"),
+            **dict.fromkeys(
+                (
+                    "per_device_train_batch_size",
+                    "gradient_accumulation_steps",
+                    "steps_per_generation",
+                    "num_iterations",
+                    "max_steps",
+                    "max_completion_length",
+                    "dynamic_sampling_max_rounds",
+                    "save_total_limit",
+                    "logging_steps",
+                    "eval_steps",
+                    "save_steps",
+                ),
+                (1, "give a positive number"),
+            ),
+            **dict.fromkeys(
+                ("seed", "warmup_steps", "learning_rate", "max_grad_norm", "router_aux_loss_coef", "weight_decay"),
+                (0, "give 0 or a positive number"),
+            ),
+        }
+        for name, (least, fix) in at_least.items():
+            value = getattr(self, name)
+            yield value is None or value >= least, name, f"at least {least}", fix
+        seconds = self.max_train_seconds
+        yield seconds is None or seconds > 0, "max_train_seconds", "positive", "leave it out for no limit"
+
+    def _own_combinations(self):
+        rows = self.per_device_train_batch_size * self.steps_per_generation
+        fits = rows % self.num_generations == 0
+        rule = f"a divisor of per_device_train_batch_size * steps_per_generation = {rows}"
+        yield fits, "num_generations", rule, "groups stay whole on a process: change one of the three"
+        whole = self.steps_per_generation % self.gradient_accumulation_steps == 0
+        rule = f"a multiple of gradient_accumulation_steps = {self.gradient_accumulation_steps}"
+        yield whole, "steps_per_generation", rule, "a rollout is used up by whole optimiser updates"
+        reason = "the loss scores tokens under the full distribution, so a truncated sampler would bias every ratio"
+        yield self.top_k == 0, "top_k", "0 in training", reason
+        yield self.top_p == 1, "top_p", "1 in training", reason
+        cache = self.overlong_cache_length
+        in_range = cache is None or 1 <= cache <= self.max_completion_length
+        rule = f"in 1..max_completion_length = {self.max_completion_length}"
+        yield in_range, "overlong_cache_length", rule, "leave it out for no punishment"
+
+
+def parse_args(*classes: type, argv: list[str] | None = None) -> tuple:
+    """Reads dataclasses from the command line; ``--config file.yaml`` sets defaults that flags override.
+
+    Args:
+        classes: dataclasses whose fields become flags.
+        argv: arguments without the program's name; those of the process by default.
+
+    Returns:
+        One instance a class, in order.
+
+    Raises:
+        ValueError: the YAML file names an option that no class has.
+        SystemExit: an unknown flag or an impossible value; argparse prints which.
+    """
+    parser = HfArgumentParser(classes, allow_abbrev=False)
+    parser.add_argument("--config", help="YAML file with defaults for any of these options.")
+    argv = list(sys.argv[1:] if argv is None else argv)
+    path = parser.parse_known_args(argv)[0].config
+    if path is not None:
+        with open(path, encoding="utf-8") as file:
+            defaults = yaml.safe_load(file) or {}
+        known = {f.name for cls in classes for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(defaults) - known):
+            raise ValueError(f"options in {path} must be known, got {', '.join(unknown)}; see --help for the list")
+        parser.set_defaults(**defaults)
+    values = vars(parser.parse_args(argv))
+    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init}) for cls in classes)

@@ -1,0 +1,268 @@
+"""Measures a run: values reduced exactly over micro-batches and processes, seconds by phase, and the JSON-lines log."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from accelerate.utils import gather_object
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+Scalar = float | torch.Tensor
+
+
+class Metrics:
+    """Collects scalars until `reduce`.
+
+    Tensors stay on their device, without graph, so that adding one never waits for the GPU. A value that is not finite
+    is kept out of its metric and counted in `nonfinite/<name>`; a metric with no finite value at all is NaN.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, _Entries] = {}
+
+    def add(self, name: str, value: Scalar, weight: Scalar = 1.0) -> None:
+        """Adds to a mean weighted by `weight` >= 0; an entry of weight 0 is ignored, whatever its value.
+
+        Raises:
+            ValueError: value or weight is not a scalar, or `name` was added before in another way.
+        """
+        self._append("mean", name, value, weight)
+
+    def add_max(self, name: str, value: Scalar) -> None:
+        """Adds to a maximum. Raises as `add`."""
+        self._append("max", name, value, 1.0)
+
+    def add_sum(self, name: str, value: Scalar) -> None:
+        """Adds to a sum. Raises as `add`."""
+        self._append("sum", name, value, 1.0)
+
+    def add_stats(self, stats: dict[str, torch.Tensor], prefix: str = "") -> None:
+        """Adds the statistics of a loss call over `stats["num_tokens"]` loss tokens.
+
+        Names that end in `_max` combine by maximum, names that start with `num_` by sum, and all others by the mean
+        weighted with `num_tokens`. A call without loss tokens adds nothing to means and maxima.
+
+        Raises:
+            ValueError: `num_tokens` is missing; else as `add`.
+        """
+        if "num_tokens" not in stats:
+            raise ValueError(f"stats must have num_tokens, the weight of its means, got {sorted(stats)}")
+        for name, value in stats.items():
+            if name.startswith("num_"):
+                self.add_sum(prefix + name, value)
+            else:
+                kind = "max" if name.endswith("_max") else "mean"
+                self._append(kind, prefix + name, value, stats["num_tokens"])
+
+    def reduce(self, accelerator: Accelerator | None = None) -> dict[str, float]:
+        """Returns every metric as a float and clears.
+
+        With an accelerator, over the entries of all processes: every process must call it, all get the same result,
+        and a name need not be known to all of them.
+        """
+        partials = {name: entries.partial() for name, entries in self._entries.items()}
+        self._entries = {}
+        if accelerator is not None:
+            partials = _merge(gather_object([partials]))
+        result = {name: partial.value() for name, partial in partials.items()}
+        counts = {f"nonfinite/{name}": float(p.num_nonfinite) for name, p in partials.items() if p.num_nonfinite}
+        return result | counts
+
+    def _append(self, kind: str, name: str, value: Scalar, weight: Scalar) -> None:
+        value, weight = _snapshot(name, value), _snapshot(name, weight)
+        entries = self._entries.setdefault(name, _Entries(kind, [], []))
+        if entries.kind != kind:
+            raise ValueError(f"{name} must be added in one way, got {kind} after {entries.kind}; rename one of them")
+        entries.values.append(value)
+        entries.weights.append(weight)
+
+
+@dataclass
+class _Entries:
+    """What one process has added under one name."""
+
+    kind: str
+    values: list[Scalar]
+    weights: list[Scalar]
+
+    def partial(self) -> _Partial:
+        partial = _Partial(self.kind)
+        floats = _to_floats(self.values + self.weights)
+        for value, weight in zip(floats[: len(self.values)], floats[len(self.values) :], strict=True):
+            if weight == 0:
+                continue
+            if math.isfinite(value) and math.isfinite(weight):
+                partial.merge(_Partial(self.kind, value * weight, weight, value))
+            else:
+                partial.num_nonfinite += 1
+        return partial
+
+
+@dataclass
+class _Partial:
+    """The state of one metric, enough to be merged with that of other processes."""
+
+    kind: str
+    total: float = 0.0
+    weight: float = 0.0
+    largest: float = -math.inf
+    num_nonfinite: int = 0
+
+    def merge(self, other: _Partial) -> None:
+        assert self.kind == other.kind, f"processes add one metric as {self.kind} and as {other.kind}"
+        self.total += other.total
+        self.weight += other.weight
+        self.largest = max(self.largest, other.largest)
+        self.num_nonfinite += other.num_nonfinite
+
+    def value(self) -> float:
+        if self.weight == 0:
+            return math.nan
+        return {"mean": self.total / self.weight, "sum": self.total, "max": self.largest}[self.kind]
+
+
+def _merge(by_process: list[dict[str, _Partial]]) -> dict[str, _Partial]:
+    merged: dict[str, _Partial] = {}
+    for partials in by_process:
+        for name, partial in partials.items():
+            merged.setdefault(name, _Partial(partial.kind)).merge(partial)
+    return merged
+
+
+def _snapshot(name: str, value: Scalar) -> Scalar:
+    if not isinstance(value, torch.Tensor):
+        return float(value)
+    if value.ndim:
+        raise ValueError(f"{name} must be a number or a 0-dim tensor, got shape {tuple(value.shape)}; reduce it first")
+    return value.detach().clone()  # a copy: the owner may overwrite it in place (running sums, CUDA graphs)
+
+
+def _to_floats(scalars: list[Scalar]) -> list[float]:
+    """Python floats, by one transfer for each device and dtype."""
+    floats = [0.0 if isinstance(scalar, torch.Tensor) else scalar for scalar in scalars]
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, scalar in enumerate(scalars):
+        if isinstance(scalar, torch.Tensor):
+            groups.setdefault((scalar.device, scalar.dtype), []).append(index)
+    for indices in groups.values():
+        for index, value in zip(indices, torch.stack([scalars[i] for i in indices]).tolist(), strict=True):
+            floats[index] = float(value)
+    return floats
+
+
+class PhaseTimer:
+    """Wall seconds by phase: `with timer("rollout"): ...`. Phases may nest; each counts its whole duration."""
+
+    def __init__(self, synchronize_cuda: bool = False) -> None:
+        """With `synchronize_cuda`, a phase waits for its kernels; without, it may pay for those of an earlier one."""
+        self.totals: dict[str, float] = {}
+        """Seconds by phase since the construction; a resumed run may put earlier ones in."""
+        self._step: dict[str, float] = {}
+        self._synchronize = torch.cuda.synchronize if synchronize_cuda and torch.cuda.is_available() else lambda: None
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        self._synchronize()
+        start = time.perf_counter()
+        try:
+            yield
+            self._synchronize()
+        finally:
+            seconds = time.perf_counter() - start
+            for record in (self._step, self.totals):
+                record[phase] = record.get(phase, 0.0) + seconds
+
+    def step_seconds(self) -> dict[str, float]:
+        """Returns the seconds by phase since the last call, and starts the next step."""
+        step, self._step = self._step, {}
+        return step
+
+
+class MetricsWriter:
+    """Appends to a JSON-lines file, one object a line, flushed line by line."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        """Continues the file at `path` if there is one, less a last line torn by a crash.
+
+        Raises:
+            ValueError: another line of it is not JSON.
+        """
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self.truncate_after(math.inf)
+
+    def write(self, metrics: dict[str, Any]) -> None:
+        """Appends one line; NaN and infinities become null."""
+        with open(self.path, "a", encoding="utf-8") as file:
+            file.write(strict_json(metrics) + "\n")
+
+    def truncate_after(self, step: float) -> None:
+        """Drops the lines whose "step" is greater, for a run that goes on from `step`. -1 drops all that have one.
+
+        Raises:
+            ValueError: a line other than the last is not JSON.
+        """
+        kept = [line for line in read_metrics(self.path) if line.get("step", -math.inf) <= step]
+        with atomic_path(self.path) as temporary:
+            temporary.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
+
+
+def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
+    """Reads a JSON-lines file without a last line torn by a crash; [] where there is no file.
+
+    Raises:
+        ValueError: a line other than the last is not JSON.
+    """
+    lines = Path(path).read_bytes().splitlines() if os.path.exists(path) else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise ValueError(f"{path} must hold JSON lines, got {line[:80]!r} in line {number}") from error
+    return rows
+
+
+def strict_json(value: Any, indent: int | None = None) -> str:
+    """JSON of nested dicts, lists and scalars in ASCII, with null for NaN and infinities.
+
+    Raises:
+        TypeError: a value is none of these.
+    """
+    return json.dumps(to_plain(value), indent=indent, allow_nan=False)
+
+
+def to_plain(value: Any) -> Any:
+    """Python scalars for 0-dim tensors and NumPy scalars, None for NaN and infinities, in nested dicts and lists."""
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if hasattr(value, "item"):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
+    """Yields a path beside `path` to write to; it replaces `path` when the block ends and is removed when it raises."""
+    path = Path(path)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    try:
+        yield temporary
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

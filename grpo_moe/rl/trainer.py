@@ -1,0 +1,476 @@
+"""GRPOTrainer: the training loop over Accelerate, from prompts to an updated policy."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from grpo_moe.adapters.hf_head import add_token_logps, check_head, completion_logps
+from grpo_moe.data import PromptSource
+from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM
+from grpo_moe.ops import grpo_loss_from_logps
+from grpo_moe.rewards import RewardCaller
+from grpo_moe.rollout import HFEngine, NativeEngine, RolloutEngine
+from grpo_moe.rollout.base import context_length
+from grpo_moe.types import RolloutBatch, SamplingParams
+
+from .batch import Group, collate, micro_batches, select, windows
+from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .collect import Collector, as_prompted
+from .config import GRPOConfig
+from .display import make_display
+from .evaluation import evaluate, rollout_metrics
+from .interrupt import InterruptGuard
+from .loading import disable_dropout, load_policy, load_tokenizer, reference_model
+from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
+from .report import plot_curves, versions, write_completions, write_summary
+
+MAX_SKIPPED_IN_A_ROW = 3
+SAMPLES_SHOWN = 3
+
+
+@dataclass
+class TrainerState:
+    """What a checkpoint keeps besides weights and optimiser: all randomness is a function of it and the seed."""
+
+    step: int = 0
+    """Optimiser updates counted, skipped ones included."""
+    rollouts: int = 0
+    train_seconds: float = 0.0
+    """Of training steps, over all resumes; evaluation apart."""
+    skipped_updates: int = 0
+    skipped_in_a_row: int = 0
+    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
+    """By name: "before" and "after"."""
+    phase_seconds: dict[str, float] = field(default_factory=dict)
+
+
+class GRPOTrainer:
+    """Fine-tunes a causal language model by group-relative policy optimisation.
+
+    Args:
+        model: a transformers causal LM, or its path or hub id.
+        reward_funcs: one or several ``f(prompts, completions, **columns) -> list[float | None]``.
+        args: the options.
+        train_dataset: rows with a ``prompt`` (text or chat messages); other columns go to the reward functions.
+        eval_dataset: the same for evaluation, or None.
+        processing_class: the tokenizer; by default the one that stands with the model.
+        reward_weights: one number a reward function; all 1 by default.
+        rollout_engine: generates completions; by default NativeEngine for GPT-OSS-Lite, else HFEngine.
+
+    Raises:
+        ValueError: anything that would only fail later: options, columns, prompts that do not fit the context, ...
+    """
+
+    def __init__(
+        self,
+        model: str | PreTrainedModel,
+        reward_funcs: Any,
+        args: GRPOConfig,
+        train_dataset: Sequence[dict],
+        eval_dataset: Sequence[dict] | None = None,
+        processing_class: str | PreTrainedTokenizerBase | None = None,
+        *,
+        reward_weights: Sequence[float] | None = None,
+        rollout_engine: RolloutEngine | None = None,
+    ):
+        self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
+        self._earlier_seconds: dict[str, float] = {}
+        self.rewards = RewardCaller(reward_funcs, reward_weights)
+        self.tokenizer = load_tokenizer(processing_class, model)
+        policy = load_policy(model)
+        room = context_length(policy) - args.max_completion_length
+        if room < 1:
+            raise ValueError(
+                f"max_completion_length must leave room for a prompt in the context of {context_length(policy)} tokens, "
+                f"got {args.max_completion_length}; lower it"
+            )
+        self.source = PromptSource(
+            train_dataset, self.tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, max_prompt_tokens=room
+        )
+        self.eval_prompts = []
+        if eval_dataset is not None:
+            self.eval_prompts = PromptSource(eval_dataset, self.tokenizer, seed=0, max_prompt_tokens=room).all()
+        self._check_rewards()
+
+        self.accelerator = Accelerator(
+            mixed_precision="bf16" if args.bf16 else "no",
+            cpu=args.use_cpu,
+            log_with=args.report_to if args.report_to != "none" else None,
+            project_dir=args.output_dir,
+        )
+        self._prepare(policy)
+        engine = rollout_engine or self._default_engine()
+        self.collector = Collector(engine, self.rewards, args, self.accelerator, self.timer)
+
+    def train(self, resume_from_checkpoint: str | None = None) -> dict[str, Any]:
+        """Trains until ``max_steps`` or ``max_train_seconds`` and returns the summary that it also writes.
+
+        Args:
+            resume_from_checkpoint: a checkpoint folder or "latest"; by default that of the options.
+
+        Raises:
+            KeyboardInterrupt: after SIGINT or SIGTERM, once the step is done and a checkpoint written.
+            FloatingPointError: several updates in a row had a non-finite gradient.
+        """
+        self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        output = Path(self.args.output_dir)
+        self.writer = MetricsWriter(output / "metrics.jsonl") if self.accelerator.is_main_process else None
+        if self.writer is not None:
+            self.writer.truncate_after(self.state.step if self.state.rollouts else -1)
+        self.accelerator.init_trackers("grpo_moe", config={k: v for k, v in asdict(self.args).items() if v is not None})
+        title = f"{self.args.loss_type} on {type(self.policy).__name__}"
+        self.display = make_display(
+            self.accelerator.is_main_process, self.args.max_steps, title, self.args.show_progress
+        )
+        with self.display, InterruptGuard() as guard:
+            if self.args.eval_on_start and "before" not in self.state.evaluations:
+                self.state.evaluations["before"] = self.evaluate()
+            (done,) = self._agree(self._done())
+            while not done:
+                before = self.state.step
+                self._log_step(self.step())
+                interrupted, done = self._agree(guard.requested, self._done())
+                if self._crossed(self.args.eval_steps, before) and not (done or interrupted):
+                    self.evaluate()
+                if interrupted or self._crossed(self.args.save_steps, before):
+                    path = self.save_checkpoint()
+                if interrupted:
+                    raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
+            self.state.evaluations["after"] = self.evaluate()
+        self._check_ranks_agree()
+        self.save_model()
+        self.accelerator.end_training()
+        return self._write_summary()
+
+    def step(self) -> dict[str, float]:
+        """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
+        started = time.perf_counter()
+        metrics = Metrics()
+        rollout = self.collector.collect(self.source, self.sampling)
+        advantages = self.collector.advantages(rollout.kept)  # [P, G]
+        batch = collate(
+            rollout.kept,
+            advantages,
+            mask_truncated=self.args.mask_truncated_completions,
+            device=self.accelerator.device,
+        )
+        with self.timer("logps"):
+            batch = self.add_reference_logps(batch)
+        with self.timer("update"):
+            for _ in range(self.args.num_iterations):
+                for window in self.minibatches(batch, advantages.numel()):
+                    for rows in window.micro_batches:
+                        with self._sync_on_last(rows, window):
+                            loss = self.loss(select(batch, rows), window, metrics)
+                            self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
+                    self.optimizer_step(window, metrics)
+        self.collector.engine.sync_weights(self.policy)
+        self.state.rollouts += 1
+        self.state.train_seconds += time.perf_counter() - started
+        return self._step_metrics(metrics, rollout, advantages)
+
+    def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
+        """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
+        if self.args.updates_per_rollout > 1:
+            batch = replace(batch, old_logps=self._logps(self.policy, batch))
+        if self.reference is not None:
+            batch = replace(batch, ref_logps=self._logps(self.reference, batch))
+        return batch
+
+    def minibatches(self, batch: RolloutBatch, num_rows: int) -> list[Window]:
+        """The first ``num_rows`` rows dealt into optimiser windows, each with its counts over all processes.
+
+        Every process gets the same number of windows, and in each the same number of micro-batches: a process with
+        fewer rows fills up with empty ones, so that no collective is missed.
+        """
+        generator = torch.Generator().manual_seed(self._draw_seed())
+        dealt = windows(num_rows, self.args.windows_per_rollout, generator)
+        parts = [micro_batches(batch, rows, self.args.per_device_train_batch_size) for rows in dealt]
+        mask = batch.completion_mask.sum(1).cpu()
+        mine = [(len(part), int(mask[rows].sum()), len(rows)) for part, rows in zip(parts, dealt, strict=True)]
+        everyone = gather_object([mine])
+        made = []
+        for number, part in enumerate(parts):
+            micro, tokens, sequences = zip(*(counts[number] for counts in everyone), strict=True)
+            padding = [torch.zeros(0, dtype=torch.long)] * (max(micro) - len(part))
+            made.append(Window(part + padding, sum(tokens), sum(sequences)))
+        return made
+
+    def loss(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> torch.Tensor:
+        """This micro-batch's share of the window's loss."""
+        with self.accelerator.autocast():
+            scored = self._forward(self.model, batch, return_aux_loss=self.args.router_aux_loss_coef > 0)
+        result = grpo_loss_from_logps(
+            scored.logps,
+            batch.advantages,
+            batch.completion_mask,
+            self.args,
+            old_logps=batch.old_logps,
+            ref_logps=batch.ref_logps,
+            sampling_logps=batch.sampling_logps,
+            entropy=scored.entropy.detach(),
+            num_loss_tokens=window.num_loss_tokens,
+            num_sequences=window.num_sequences,
+        )
+        metrics.add_stats(result.stats)
+        metrics.add_sum("loss", result.loss.detach() / self.args.updates_per_rollout)
+        if scored.aux_loss is None:
+            return result.loss
+        share = batch.completion_mask.sum() / max(window.num_loss_tokens, 1)
+        metrics.add("aux_loss", scored.aux_loss)
+        return result.loss + self.args.router_aux_loss_coef * scored.aux_loss * share
+
+    def optimizer_step(self, window: Window, metrics: Metrics) -> None:
+        """Clips and applies the gradient; skips and counts a window without tokens or with a non-finite gradient."""
+        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        metrics.add("grad_norm", norm)
+        metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
+        if window.num_loss_tokens and math.isfinite(float(norm)):
+            self.optimizer.step()
+            self.state.skipped_in_a_row = 0
+        else:
+            self.state.skipped_updates += 1
+            self.state.skipped_in_a_row += bool(window.num_loss_tokens)
+        self.optimizer.zero_grad()
+        self.scheduler.step()
+        self.state.step += 1
+        if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise FloatingPointError(
+                f"grad_norm must be finite, got {float(norm)} in {MAX_SKIPPED_IN_A_ROW} updates in a row at update "
+                f"{self.state.step}; lower learning_rate or max_grad_norm, or look at the rewards"
+            )
+
+    def evaluate(self) -> dict[str, float]:
+        """Pass rate and reward on the evaluation prompts; empty without an eval_dataset."""
+        if not self.eval_prompts:
+            return {}
+        with self.timer("evaluation"):
+            metrics, groups = evaluate(self.collector, self.eval_prompts)
+        self._log({"step": self.state.step, **metrics})
+        self._show(groups)
+        return metrics
+
+    def save_model(self, output_dir: str | None = None) -> None:
+        """Writes weights (safetensors), config and tokenizer; the folder loads with plain from_pretrained."""
+        path = Path(output_dir or Path(self.args.output_dir) / "model")
+        if self.accelerator.is_main_process:
+            self.policy.save_pretrained(path, safe_serialization=True)
+            self.tokenizer.save_pretrained(path)
+        self.accelerator.wait_for_everyone()
+
+    def save_checkpoint(self) -> Path:
+        """Writes a checkpoint from which training goes on to the bit."""
+        self.state.phase_seconds = self._phase_seconds()
+        state = {
+            **asdict(self.state),
+            "source": self.source.state_dict(),
+            "num_processes": self.accelerator.num_processes,
+        }
+        return save_checkpoint(self.accelerator, state, self.args.output_dir, keep=self.args.save_total_limit)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How the next rollout is drawn; its seed is a function of the run's seed and the rollout's number."""
+        return SamplingParams(
+            max_new_tokens=self.args.max_completion_length,
+            num_generations=self.args.num_generations,
+            temperature=self.args.temperature,
+            seed=self._draw_seed(),
+        )
+
+    def _prepare(self, policy: PreTrainedModel) -> None:
+        args = self.args
+        disable_dropout(policy)
+        if args.gradient_checkpointing:  # renamed in transformers 5.24
+            enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
+            enable({"use_reentrant": False})
+        if args.router_aux_loss_coef and not isinstance(policy, GptOssLiteForCausalLM):
+            raise ValueError(
+                f"router_aux_loss_coef must be 0 for {type(policy).__name__}, got {args.router_aux_loss_coef}; "
+                "its base model returns no load-balancing loss"
+            )
+        self.reference = reference_model(policy).to(self.accelerator.device) if args.beta else None
+        self.policy = add_token_logps(policy).to(self.accelerator.device)
+        check_head(self.policy)
+        optimizer = torch.optim.AdamW(
+            [p for p in policy.parameters() if p.requires_grad],
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+        # not prepared: accelerate would step it once a process
+        self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
+        self.accelerator.register_for_checkpointing(self.scheduler)
+        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.model.train()
+
+    def _default_engine(self) -> RolloutEngine:
+        engine = NativeEngine if isinstance(self.policy, GptOssLiteForCausalLM) else HFEngine
+        return engine(self.policy, self.tokenizer)
+
+    def _check_rewards(self) -> None:
+        prompts = [self.source[row] for row in range(min(2, len(self.source)))]
+        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
+        self.rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})
+
+    def _resume(self, name: str | None) -> None:
+        path = None if name is None else find_checkpoint(name, self.args.output_dir)
+        if path is None:
+            if name is not None and self.accelerator.is_main_process:
+                print(f"No checkpoint in {self.args.output_dir} yet: training starts from the beginning.")
+            return
+        state = load_checkpoint(self.accelerator, path)
+        self.source.load_state_dict(state["source"])
+        self.state = TrainerState(**{name: state[name] for name in asdict(TrainerState())})
+        self._earlier_seconds = self.state.phase_seconds
+
+    def _agree(self, *flags: bool) -> list[bool]:
+        """Each flag, true everywhere when it is true on any process."""
+        return [any(column) for column in zip(*gather_object([flags]), strict=True)]
+
+    def _done(self) -> bool:
+        limit = self.args.max_train_seconds
+        out_of_time = limit is not None and self.state.train_seconds >= limit
+        return out_of_time or self.state.step >= self.args.max_steps
+
+    def _crossed(self, every: int | None, before: int) -> bool:
+        """Whether the step went past a multiple of ``every`` since ``before``."""
+        return every is not None and self.state.step // every > before // every
+
+    def _draw_seed(self) -> int:
+        return self.args.seed * 1_000_003 + self.state.step
+
+    def _forward(self, model, batch: RolloutBatch, *, return_aux_loss: bool = False):
+        return completion_logps(
+            model,
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention_mask,
+            prompt_lengths=batch.prompt_lengths,
+            completion_ids=batch.completion_ids,
+            completion_mask=batch.completion_mask,
+            temperature=self.args.temperature,
+            return_entropy=True,
+            return_aux_loss=return_aux_loss,
+        )
+
+    @torch.no_grad()
+    def _logps(self, model, batch: RolloutBatch) -> torch.Tensor:
+        """Log-probabilities [B, T] of the batch under the model, in micro-batches."""
+        logps = torch.zeros_like(batch.sampling_logps)
+        every_row = torch.arange(len(batch.input_ids))
+        for rows in micro_batches(batch, every_row, self.args.per_device_train_batch_size):
+            part = select(batch, rows)
+            with self.accelerator.autocast():
+                scored = self._forward(model, part)
+            logps[rows, : part.completion_ids.shape[1]] = scored.logps
+        return logps
+
+    def _sync_on_last(self, rows: torch.Tensor, window: Window):
+        last = rows is window.micro_batches[-1]
+        return nullcontext() if last else self.accelerator.no_sync(self.model)
+
+    def _step_metrics(self, metrics: Metrics, rollout, advantages: torch.Tensor) -> dict[str, float]:
+        means = rollout_metrics(rollout.generated, self.rewards.names, self.args.pass_threshold)
+        for name, (value, weight) in means.items():
+            metrics.add(name, value, weight)
+        metrics.add("sampling/rounds", rollout.rounds)
+        metrics.add_sum("sampling/groups_kept", len(rollout.kept))
+        metrics.add_sum("sampling/groups_generated", len(rollout.generated))
+        for phase, seconds in self.timer.step_seconds().items():
+            metrics.add(f"seconds/{phase}", seconds)
+        if self._due_for_logs():
+            self._write_completions(rollout.kept, advantages)
+        return metrics.reduce(self.accelerator)
+
+    def _log_step(self, metrics: dict[str, float]) -> None:
+        epoch = self.source.position / len(self.source)
+        line = {"step": self.state.step, "epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
+        if self._due_for_logs():
+            self._log(line)
+
+    def _due_for_logs(self) -> bool:
+        return self.state.rollouts % self.args.logging_steps == 0
+
+    def _log(self, line: dict[str, float]) -> None:
+        if self.writer is not None:
+            self.writer.write(line)
+        self.display.update(self.state.step, line)
+        self.accelerator.log(line, step=self.state.step)
+
+    def _show(self, groups: list[Group]) -> None:
+        shown = groups[:SAMPLES_SHOWN]
+        self.display.show_completions([(str(g.prompt.raw), g.completions[0].text, float(g.scores[0])) for g in shown])
+
+    def _write_completions(self, groups: list[Group], advantages: torch.Tensor) -> None:
+        if not (self.args.log_completions and self.accelerator.is_main_process):
+            return
+        rows = [
+            {
+                "step": self.state.step,
+                "prompt": group.prompt.raw,
+                "completion": as_prompted(group.prompt, completion),
+                "reward": float(group.rewards[i]),
+                **{f"rewards/{name}": values[i] for name, values in zip(self.rewards.names, group.values, strict=True)},
+                "advantage": float(row[i]),
+            }
+            for group, row in zip(groups, advantages, strict=True)
+            for i, completion in enumerate(group.completions)
+        ]
+        folder = Path(self.args.output_dir) / "completions"
+        folder.mkdir(parents=True, exist_ok=True)
+        write_completions(folder / f"completions_{self.state.step:06d}.parquet", rows)
+
+    def _check_ranks_agree(self) -> None:
+        with torch.no_grad():
+            sums = gather_object([[float(p.double().sum()) for p in self.policy.parameters()]])
+        if any(other != sums[0] for other in sums):
+            raise RuntimeError("parameters must be equal on all processes after training, got different sums; report this")
+
+    def _phase_seconds(self) -> dict[str, float]:
+        """Seconds by phase over all resumes."""
+        phases = {**self._earlier_seconds, **self.timer.totals}
+        return {name: self._earlier_seconds.get(name, 0.0) + self.timer.totals.get(name, 0.0) for name in phases}
+
+    def _write_summary(self) -> dict[str, Any]:
+        output = Path(self.args.output_dir)
+        summary = {
+            "loss_type": self.args.loss_type,
+            "steps": self.state.step,
+            "rollouts": self.state.rollouts,
+            "skipped_updates": self.state.skipped_updates,
+            **{
+                f"eval_{name}": {k.removeprefix("eval_"): v for k, v in metrics.items()}
+                for name, metrics in self.state.evaluations.items()
+            },
+            "seconds": self._phase_seconds(),
+            "num_processes": self.accelerator.num_processes,
+            "num_parameters": self.policy.num_parameters(),
+            "versions": versions(),
+            "config": asdict(self.args),
+        }
+        if self.accelerator.is_main_process:
+            write_summary(output / "summary.json", summary)
+            plot_curves(read_metrics(output / "metrics.jsonl"), output / "curves.png")
+        return summary
+
+
+@dataclass(frozen=True)
+class Window:
+    """The rows of one optimiser update on this process, and the counts over all processes."""
+
+    micro_batches: list[torch.Tensor]
+    """Row numbers; an empty one stands for a masked row."""
+    num_loss_tokens: int
+    num_sequences: int

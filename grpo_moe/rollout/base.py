@@ -1,0 +1,112 @@
+"""What every rollout engine promises the trainer, and the checks, stop tokens and random streams that engines share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from grpo_moe.types import Completion, Prompt, SamplingParams
+
+
+class RolloutEngine(Protocol):
+    """Draws completions from the policy. Every engine passes tests/rollout/contract.py."""
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
+        """Completions [P][G] in the order of the prompts."""
+        ...
+
+    def sync_weights(self, model: torch.nn.Module) -> None:
+        """Makes the next generate use the model's current weights."""
+        ...
+
+
+def check_prompts(prompts: Sequence[Prompt], context_length: int) -> None:
+    """Refuses prompts that leave no room for a completion token.
+
+    Raises:
+        ValueError: an empty prompt, or one of ``context_length`` tokens or more.
+    """
+    for number, prompt in enumerate(prompts):
+        length = len(prompt.input_ids)
+        if not 1 <= length < context_length:
+            raise ValueError(
+                f"prompt {number} must have 1 to {context_length - 1} tokens (the model's context is {context_length}), "
+                f"got {length}; shorten it or leave it out"
+            )
+
+
+def stop_token_ids(model, tokenizer=None) -> tuple[int, ...]:
+    """Every EOS id of the generation config, the model config and the tokenizer, in that order, without repeats."""
+    ids: dict[int, None] = {}
+    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+        eos = getattr(source, "eos_token_id", None)
+        ids.update(dict.fromkeys([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
+    return tuple(ids)
+
+
+def context_length(model) -> int:
+    """Longest sequence in tokens that the model's positions reach."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 2**31
+
+
+def sequence_keys(prompts: Sequence[Prompt], sampling: SamplingParams) -> torch.Tensor:
+    """One int64 key [P * G] a sequence: a hash of the seed, the prompt and the number of the completion.
+
+    A prompt is named by its index, or by its ids and how often they came before in the call, so the same prompt under
+    the same seed draws the same completions in any batch.
+    """
+    seen: Counter = Counter()
+    keys = []
+    for prompt in prompts:
+        name = f"index {prompt.index}"
+        if prompt.index is None:
+            name = f"ids {prompt.input_ids} {seen[prompt.input_ids]}"
+            seen[prompt.input_ids] += 1
+        for generation in range(sampling.num_generations):
+            digest = hashlib.blake2b(f"{sampling.seed} {generation} {name}".encode(), digest_size=8).digest()
+            keys.append(int.from_bytes(digest, "little", signed=True))
+    return torch.tensor(keys, dtype=torch.long)
+
+
+def uniforms(keys: torch.Tensor, steps: int) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64 [B, steps], a pure function of each key and step (SplitMix64).
+
+    Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+    """
+    golden, mix1, mix2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
+    z = keys[:, None] + torch.arange(1, steps + 1, device=keys.device) * golden
+    z = (z ^ _shift_right(z, 30)) * mix1
+    z = (z ^ _shift_right(z, 27)) * mix2
+    z = z ^ _shift_right(z, 31)
+    return _shift_right(z, 11).double() * 2.0**-53
+
+
+@contextmanager
+def rollout_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Evaluation mode without gradients and checkpointing; every module's own flags come back afterwards."""
+    training = {module: module.training for module in model.modules()}
+    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    model.eval()
+    for module in checkpointing:
+        module.gradient_checkpointing = False
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, flag in training.items():
+            module.training = flag
+        for module in checkpointing:
+            module.gradient_checkpointing = True
+
+
+def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:
+    return (z >> bits) & ((1 << (64 - bits)) - 1)  # torch's >> keeps the sign
+
+
+def _signed(constant: int) -> int:
+    return constant - (1 << 64) if constant >> 63 else constant

@@ -1,0 +1,115 @@
+"""Rollouts for any transformers causal language model: generate, then log-probabilities by the training forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from grpo_moe.adapters.hf_head import completion_logps
+from grpo_moe.types import Completion, Prompt, SamplingParams
+
+from .base import check_prompts, context_length, rollout_mode, stop_token_ids
+from .native import with_text
+
+SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
+
+
+class HFEngine:
+    """Wraps ``model.generate``. Deterministic for one seed and one batch; unlike NativeEngine, the other rows matter.
+
+    ``logps`` are the full distribution's at the sampling temperature, from one training-style forward, so ``top_k`` and
+    ``top_p`` are refused: their truncated distribution would differ from it.
+
+    Args:
+        model: a transformers causal LM prepared by :func:`grpo_moe.adapters.hf_head.add_token_logps`.
+        tokenizer: for text, pad and EOS ids.
+        max_rows: sequences generated at once.
+    """
+
+    def __init__(self, model, tokenizer, *, max_rows: int = 256):
+        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.stop_ids = stop_token_ids(model, tokenizer)
+
+    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
+        """Completions [P][G].
+
+        Raises:
+            ValueError: an empty prompt, one that fills the context, or truncated sampling.
+        """
+        check_prompts(prompts, context_length(self.model))
+        if sampling.top_k or sampling.top_p < 1:
+            raise ValueError(
+                f"top_k and top_p must be 0 and 1 with HFEngine, got {sampling.top_k} and {sampling.top_p}; "
+                "its log-probabilities are those of the full distribution"
+            )
+        group = sampling.num_generations
+        per_turn = max(1, self.max_rows // group)
+        completions = []
+        devices = [self.model.device] if self.model.device.type == "cuda" else []
+        with rollout_mode(self.model), torch.random.fork_rng(devices=devices):
+            torch.manual_seed(sampling.seed)
+            for first in range(0, len(prompts), per_turn):
+                made = self._generate_turn(prompts[first : first + per_turn], sampling)
+                completions += [with_text(made[i : i + group], self.tokenizer) for i in range(0, len(made), group)]
+        return completions
+
+    def sync_weights(self, model: torch.nn.Module) -> None:
+        """Nothing to do: the parameters are shared, and every call makes a new cache."""
+
+    def _generate_turn(self, prompts, sampling):
+        prompt_ids = [torch.tensor(p.input_ids) for p in prompts]
+        pad_id = self.stop_ids[0] if self.stop_ids else 0  # masked, so any id of the vocabulary serves
+        ids = _pad(prompt_ids, pad_id, side="left").to(self.model.device)
+        mask = _pad([torch.ones_like(x) for x in prompt_ids], 0, side="left").to(self.model.device)
+        drawing = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
+        out = self.model.generate(
+            ids,
+            attention_mask=mask,
+            max_new_tokens=min(sampling.max_new_tokens, context_length(self.model) - ids.shape[1]),
+            num_return_sequences=sampling.num_generations,
+            eos_token_id=list(self.stop_ids) or None,
+            pad_token_id=pad_id,
+            top_k=0,
+            top_p=1.0,
+            **drawing,
+        )[:, ids.shape[1] :]
+        completions = [_cut(row, self.stop_ids) for row in out.tolist()]
+        rows = [p for p in prompt_ids for _ in range(sampling.num_generations)]
+        return self._scored(rows, completions, sampling)
+
+    def _scored(self, prompt_rows, completions, sampling):
+        made = []
+        for first in range(0, len(completions), SCORED_ROWS):
+            rows = slice(first, first + SCORED_ROWS)
+            made += self._score(prompt_rows[rows], completions[rows], sampling)
+        return made
+
+    def _score(self, prompt_rows, completions, sampling):
+        device = self.model.device
+        tokens = [torch.tensor(c) for c in completions]
+        sequences = [torch.cat(pair) for pair in zip(prompt_rows, tokens, strict=True)]
+        scores = completion_logps(
+            self.model,
+            input_ids=_pad(sequences, 0, side="right").to(device),
+            attention_mask=_pad([torch.ones_like(s, dtype=torch.bool) for s in sequences], 0, side="right").to(device),
+            prompt_lengths=torch.tensor([len(p) for p in prompt_rows], device=device),
+            completion_ids=_pad(tokens, 0, side="right").to(device),
+            completion_mask=_pad([torch.ones_like(t, dtype=torch.bool) for t in tokens], 0, side="right").to(device),
+            temperature=sampling.temperature or 1.0,
+        )
+        reasons = ["stop" if c[-1] in self.stop_ids else "length" for c in completions]
+        return [
+            Completion(tuple(c), tuple(row[: len(c)]), reason)
+            for c, row, reason in zip(completions, scores.logps.tolist(), reasons, strict=True)
+        ]
+
+
+def _pad(rows: list[torch.Tensor], value: int, side: str) -> torch.Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value, padding_side=side)
+
+
+def _cut(tokens: list[int], stop_ids: Sequence[int]) -> list[int]:
+    """The tokens up to and including the first stop id."""
+    end = next((i + 1 for i, token in enumerate(tokens) if token in stop_ids), len(tokens))
+    return tokens[:end]
