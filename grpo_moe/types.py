@@ -1,4 +1,4 @@
-"""The data that moves between dataset, rollout engine, rewards and trainer: frozen dataclasses, no behaviour beyond checks."""
+"""The data that moves between dataset, rollout engine, rewards and trainer: frozen dataclasses, checked and no more."""
 
 from __future__ import annotations
 

@@ -19,11 +19,9 @@ def stacked(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
     if not plain or not _is_silu(module):
         raise ValueError(
             f'experts_implementation="stacked" must be used with bias-free [gate; up] silu experts, got '
-            f"{type(module).__name__}; use transformers' \"grouped_mm\" or \"eager\" for this model"
+            f'{type(module).__name__}; use transformers\' "grouped_mm" or "eager" for this model'
         )
-    return moe_experts(
-        hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl="stacked"
-    )
+    return moe_experts(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl="stacked")
 
 
 def _is_silu(module) -> bool:

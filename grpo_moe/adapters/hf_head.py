@@ -127,7 +127,16 @@ def check_head(model) -> None:
 
 
 def _token_logps_forward(
-    model, completion_ids, transform, *, prompt_lengths, completion_mask, temperature, return_entropy, return_aux_loss, **inputs
+    model,
+    completion_ids,
+    transform,
+    *,
+    prompt_lengths,
+    completion_mask,
+    temperature,
+    return_entropy,
+    return_aux_loss,
+    **inputs,
 ):
     if return_aux_loss:
         inputs["output_router_logits"] = True

@@ -1,4 +1,4 @@
-"""Layer 0: kernels and their plain PyTorch forms. Needs torch (and triton); knows no model, trainer or process group."""
+"""Layer 0: kernels and their plain PyTorch forms. Needs torch and triton; knows no model, trainer or process."""
 
 from .attention import sink_attention
 from .loss import LossConfig, LossOutput, grpo_loss_from_logps, token_logps

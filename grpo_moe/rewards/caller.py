@@ -138,7 +138,7 @@ def _as_floats(name: str, returned: Any, num_completions: int) -> list[float]:
             f"reward function {name!r} must return a list of {num_completions} numbers, got {type(returned).__name__}; "
             "return one number, or None, for each completion"
         )
-    if False:
+    if len(items) != num_completions:
         raise ValueError(
             f"reward function {name!r} must return a list of {num_completions} numbers, got {len(items)}; "
             "return one number, or None, for each completion"

@@ -36,7 +36,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps:
     constant = reward_spread(rewards)[:, None] == 0  # [P, 1]
     rewards = rewards.double()
     scorable = ~rewards.isnan()
-    num_scorable = scorable.sum(dim=1, keepdim=True).clamp(min=1)  # [P, 1]
+    num_scorable = scorable.sum(dim=1, keepdim=True)  # [P, 1]
     mean = rewards.nansum(dim=1, keepdim=True) / num_scorable
     # A rounded mean would leave a constant group a difference that a small eps blows up.
     centred = torch.where(scorable & ~constant, rewards - mean, 0.0)

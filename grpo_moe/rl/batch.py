@@ -43,7 +43,10 @@ def collate(
         advantages, mask_truncated = torch.zeros(1), True
     prompts = [torch.tensor(ids) for ids, _ in rows]
     tokens = [torch.tensor(c.token_ids, dtype=torch.long) for _, c in rows]
-    learned = [torch.full_like(t, not mask_truncated or c.finish_reason == "stop") for t, (_, c) in zip(tokens, rows, strict=True)]
+    learned = [
+        torch.full_like(t, not mask_truncated or c.finish_reason == "stop")
+        for t, (_, c) in zip(tokens, rows, strict=True)
+    ]
     sequences = [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)]
     return RolloutBatch(
         input_ids=pad_sequence(sequences, batch_first=True).to(device),
@@ -64,9 +67,7 @@ def select(batch: RolloutBatch, rows: torch.Tensor) -> RolloutBatch:
     if not len(rows):
         batch = dataclasses.replace(batch, completion_mask=torch.zeros_like(batch.completion_mask))
         rows = torch.zeros(1, dtype=torch.long)
-    chosen = {
-        f.name: value[rows] for f in dataclasses.fields(batch) if (value := getattr(batch, f.name)) is not None
-    }
+    chosen = {f.name: value[rows] for f in dataclasses.fields(batch) if (value := getattr(batch, f.name)) is not None}
     width = int(chosen["attention_mask"].sum(1).max())
     completion_width = int((chosen["attention_mask"].sum(1) - chosen["prompt_lengths"]).max())
     for name, value in chosen.items():

@@ -44,9 +44,13 @@ def save_checkpoint(accelerator: Accelerator, state: dict[str, Any], output_dir:
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """Finished checkpoints under ``output_dir``, oldest first."""
+    """Finished checkpoints under ``output_dir`` in the order they were written.
+
+    Not in the order of their steps: the folder may still hold those of an earlier, longer run.
+    """
     found = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted((p for p in found if (p / STATE_FILE).is_file()), key=lambda p: int(p.name.split("-")[1]))
+    finished = [p for p in found if (p / STATE_FILE).is_file()]
+    return sorted(finished, key=lambda p: (p / STATE_FILE).stat().st_mtime_ns)
 
 
 def find_checkpoint(name: str, output_dir: str) -> Path | None:

@@ -53,7 +53,9 @@ class GRPOConfig(LossConfig):
     # Batch
     per_device_train_batch_size: int = _option(8, "Completions in a micro-batch on each process.")
     gradient_accumulation_steps: int = _option(1, "Micro-batches in an optimiser update.")
-    steps_per_generation: int | None = _option(None, "Micro-batches in a rollout; gradient_accumulation_steps if unset.")
+    steps_per_generation: int | None = _option(
+        None, "Micro-batches in a rollout; gradient_accumulation_steps if unset."
+    )
     num_generations: int = _option(8, "Completions a prompt (G), at least 2.")
     num_iterations: int = _option(1, "Passes over each rollout.")
     shuffle_dataset: bool = _option(True, "Take the prompts in a new random order each epoch.")
@@ -81,7 +83,9 @@ class GRPOConfig(LossConfig):
     adam_epsilon: float = _option(1e-8, "AdamW epsilon.")
     weight_decay: float = _option(0.0, "AdamW weight decay.")
     max_grad_norm: float = _option(1.0, "Clip the gradient to this norm; 0 leaves it.")
-    router_aux_loss_coef: float = _option(0.0, "Weight of the routers' load-balancing loss; off whatever the model says.")
+    router_aux_loss_coef: float = _option(
+        0.0, "Weight of the routers' load-balancing loss; off whatever the model says."
+    )
 
     # Evaluation
     eval_on_start: bool = _option(True, "Evaluate before training (when there is an eval_dataset).")
@@ -170,30 +174,44 @@ class GRPOConfig(LossConfig):
         yield in_range, "overlong_cache_length", rule, "leave it out for no punishment"
 
 
-def parse_args(*classes: type, argv: list[str] | None = None) -> tuple:
-    """Reads dataclasses from the command line; ``--config file.yaml`` sets defaults that flags override.
+def parse_args(
+    *classes: type, argv: list[str] | None = None, defaults: dict[str, Any] | None = None, known_only: bool = False
+) -> tuple:
+    """Reads dataclasses from the command line: flags, over the YAML file of ``--config``, over ``defaults``.
 
     Args:
         classes: dataclasses whose fields become flags.
         argv: arguments without the program's name; those of the process by default.
+        defaults: values of options instead of the classes' own.
+        known_only: pass over flags and YAML options of other classes, to read these first.
 
     Returns:
         One instance a class, in order.
 
     Raises:
-        ValueError: the YAML file names an option that no class has.
-        SystemExit: an unknown flag or an impossible value; argparse prints which.
+        ValueError: the YAML file names an option that no class has, or a value breaks a class's rules.
+        SystemExit: an unknown flag or a value of the wrong type; argparse prints which.
     """
     parser = HfArgumentParser(classes, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file with defaults for any of these options.")
+    parser.add_argument("--config", help="YAML file with values for any of these options.")
     argv = list(sys.argv[1:] if argv is None else argv)
-    path = parser.parse_known_args(argv)[0].config
-    if path is not None:
-        with open(path, encoding="utf-8") as file:
-            defaults = yaml.safe_load(file) or {}
-        known = {f.name for cls in classes for f in dataclasses.fields(cls)}
-        if unknown := sorted(set(defaults) - known):
-            raise ValueError(f"options in {path} must be known, got {', '.join(unknown)}; see --help for the list")
-        parser.set_defaults(**defaults)
-    values = vars(parser.parse_args(argv))
-    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls) if f.init}) for cls in classes)
+    names = {f.name for cls in classes for f in dataclasses.fields(cls)}
+    from_file = _read_yaml(parser.parse_known_args(argv)[0].config)
+    if not known_only and (unknown := sorted(set(from_file) - names)):
+        raise ValueError(f"options in the --config file must be known, got {', '.join(unknown)}; see --help")
+    merged = {**(defaults or {}), **from_file}
+    parser.set_defaults(**{name: value for name, value in merged.items() if name in names})
+    values = vars(parser.parse_known_args(argv)[0] if known_only else parser.parse_args(argv))
+    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes)
+
+
+def _read_yaml(path: str | None) -> dict[str, Any]:
+    if path is None:
+        return {}
+    with open(path, encoding="utf-8") as file:
+        content = yaml.safe_load(file) or {}
+    if not isinstance(content, dict):
+        raise ValueError(
+            f"--config must be a YAML file of 'option: value' lines, got {type(content).__name__} in {path}"
+        )
+    return content

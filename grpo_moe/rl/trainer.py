@@ -92,7 +92,7 @@ class GRPOTrainer:
         room = context_length(policy) - args.max_completion_length
         if room < 1:
             raise ValueError(
-                f"max_completion_length must leave room for a prompt in the context of {context_length(policy)} tokens, "
+                f"max_completion_length must leave room for a prompt in the context of {context_length(policy)}, "
                 f"got {args.max_completion_length}; lower it"
             )
         self.source = PromptSource(
@@ -436,7 +436,9 @@ class GRPOTrainer:
         with torch.no_grad():
             sums = gather_object([[float(p.double().sum()) for p in self.policy.parameters()]])
         if any(other != sums[0] for other in sums):
-            raise RuntimeError("parameters must be equal on all processes after training, got different sums; report this")
+            raise RuntimeError(
+                "parameters must be equal on all processes after training, got different sums; report this"
+            )
 
     def _phase_seconds(self) -> dict[str, float]:
         """Seconds by phase over all resumes."""

@@ -35,7 +35,7 @@ def check_prompts(prompts: Sequence[Prompt], context_length: int) -> None:
         length = len(prompt.input_ids)
         if not 1 <= length < context_length:
             raise ValueError(
-                f"prompt {number} must have 1 to {context_length - 1} tokens (the model's context is {context_length}), "
+                f"prompt {number} must have 1 to {context_length - 1} tokens (the context has {context_length}), "
                 f"got {length}; shorten it or leave it out"
             )
 

@@ -62,7 +62,9 @@ class HFEngine:
         pad_id = self.stop_ids[0] if self.stop_ids else 0  # masked, so any id of the vocabulary serves
         ids = _pad(prompt_ids, pad_id, side="left").to(self.model.device)
         mask = _pad([torch.ones_like(x) for x in prompt_ids], 0, side="left").to(self.model.device)
-        drawing = {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
+        drawing = (
+            {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
+        )
         out = self.model.generate(
             ids,
             attention_mask=mask,

@@ -70,6 +70,12 @@ def test_group_advantages_keep_small_differences_on_a_large_offset():
 
 
 @pytest.mark.parametrize("scale", SCALES)
+def test_group_advantages_of_fp32_rewards_are_computed_in_fp64(scale):
+    rewards = 1e4 + torch.rand(8, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(group_advantages(rewards, scale=scale), group_advantages(rewards.double(), scale=scale))
+
+
+@pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("value", [INF, -INF])
 def test_group_advantages_refuse_an_infinite_reward(scale, value):
     with pytest.raises(ValueError, match=f"rewards must be finite or NaN.*got {value} in group 1, completion 2"):

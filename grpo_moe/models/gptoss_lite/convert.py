@@ -47,8 +47,16 @@ BLOCK_NAMES = {
     "attn.o_proj": "self_attn.o_proj",
     "moe.router.gate": "mlp.gate",
 }
-TOP_NAMES = {"embed.weight": "model.embed_tokens.weight", "norm.weight": "model.norm.weight", "head.weight": "lm_head.weight"}
-SHARED_NAMES = {"w1": ("gate_proj", 0), "w3": ("up_proj", 0), "w2": ("down_proj", 1)}  # ours, axis of the experts' width
+TOP_NAMES = {
+    "embed.weight": "model.embed_tokens.weight",
+    "norm.weight": "model.norm.weight",
+    "head.weight": "lm_head.weight",
+}
+SHARED_NAMES = {
+    "w1": ("gate_proj", 0),
+    "w3": ("up_proj", 0),
+    "w2": ("down_proj", 1),
+}  # ours, axis of the experts' width
 
 
 def config_from_original(config_dict: dict) -> GptOssLiteConfig:

@@ -22,7 +22,7 @@ CACHE_FIELD = "cache" if "cache" in MoeCausalLMOutputWithPast.__dataclass_fields
 
 @dataclass
 class GptOssLiteModelOutput(MoeModelOutputWithPast):
-    """Base model output with the load-balancing loss, the mean over layers (None unless router logits are asked for)."""
+    """Base model output with the load-balancing loss, a mean over layers (None unless router logits are asked for)."""
 
     aux_loss: torch.Tensor | None = None
 
@@ -137,7 +137,9 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
             routes.append(route)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
-        aux_loss = torch.stack([load_balancing_loss(*route) for route in routes]).mean() if output_router_logits else None
+        aux_loss = (
+            torch.stack([load_balancing_loss(*route) for route in routes]).mean() if output_router_logits else None
+        )
         return GptOssLiteModelOutput(
             last_hidden_state=self.norm(hidden_states),
             router_logits=tuple(logits for logits, _ in routes) if output_router_logits else None,
@@ -269,6 +271,6 @@ def _segments(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _last_columns(order: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Positions of the keys a transformers cache returned: it drops the oldest, and pads unwritten slots on the right."""
+    """Positions of the keys from a transformers cache: it drops the oldest, and pads unwritten slots on the right."""
     missing = num_keys - order.shape[1]
     return nn.functional.pad(order, (0, missing), value=-1) if missing > 0 else order[:, -num_keys:]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layer of GPT-OSS-Lite: fp32 softmax router, routed SwiGLU experts, shared experts, balance loss."""
+"""Mixture-of-experts layer of GPT-OSS-Lite: softmax router, routed SwiGLU experts, shared experts, balance loss."""
 
 from __future__ import annotations
 
@@ -47,9 +47,7 @@ class GptOssLiteExperts(nn.Module):
 
     def forward(self, hidden_states, top_k_index, top_k_weights):
         """hidden_states [N, H] -> [N, H]; the "eager" implementation of the interface."""
-        return moe_experts(
-            hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, impl="stacked"
-        )
+        return moe_experts(hidden_states, self.gate_up_proj, self.down_proj, top_k_index, top_k_weights, impl="stacked")
 
 
 class GptOssLiteSharedExperts(nn.Module):

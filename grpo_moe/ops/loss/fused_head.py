@@ -27,7 +27,8 @@ def token_logps(
 
     cap(x) = softcap * tanh(x / softcap), or x. Differentiable once, in hidden states, weight and bias, through the
     log-probabilities and the entropy. The backward pass recomputes the logits; gradients nobody needs cost nothing,
-    those of weight and bias add up in the result's dtype before they are rounded to their own.
+    those of weight and bias add up in the result's dtype before they are rounded to their own. A row whose upstream
+    gradient is 0 adds exactly 0 to every gradient, even if its hidden states are NaN.
 
     Logits, results and sums are float32, or float64 if an input is; bf16 and fp16 operands are multiplied exactly.
     Under autocast the float32 operands of the product are rounded to autocast's dtype, as in `torch.nn.Linear`.
@@ -127,16 +128,22 @@ class _TokenLogps(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
+        if grad_logps is None and grad_entropy is None:
+            return (None,) * 6
         hidden_states, lm_head_weight, bias, target_ids, log_sums, entropy = ctx.saved_tensors
         head, (need_hidden, need_weight, need_bias, *_) = ctx.head, ctx.needs_input_grad
         weight, cast_bias = head.operand(lm_head_weight), None if bias is None else bias.to(head.dtype)
         grad_hidden = torch.empty_like(hidden_states) if need_hidden else None
-        grad_weight = torch.zeros_like(lm_head_weight, dtype=head.dtype) if need_weight else None
-        grad_bias = torch.zeros_like(bias, dtype=head.dtype) if need_bias else None
+        grad_weight = lm_head_weight.new_zeros(lm_head_weight.shape, dtype=head.dtype) if need_weight else None
+        grad_bias = bias.new_zeros(bias.shape, dtype=head.dtype) if need_bias else None
+        idle = torch.stack([g == 0 for g in (grad_logps, grad_entropy) if g is not None]).all(0)  # [N]
+        log_sums = log_sums.masked_fill(idle, torch.inf)  # probabilities 0, whatever the hidden states were
+        if grad_entropy is not None:
+            entropy = entropy.masked_fill(idle, 0)
         with torch.autocast(hidden_states.device.type, enabled=False):
             for start in range(0, len(hidden_states), head.chunk_size):
                 rows = slice(start, start + head.chunk_size)
-                hidden = head.operand(hidden_states[rows])
+                hidden = head.operand(hidden_states[rows].masked_fill(idle[rows, None], 0))
                 logits = head.logits(hidden, weight, cast_bias)
                 slope = head.slope(logits)
                 probs = logits.sub_(log_sums[rows, None]).exp_()

@@ -22,7 +22,7 @@ def gelu_tanh(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def gpt_oss(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float) -> torch.Tensor:
-    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above and up on both sides. Source: gpt-oss reference code."""
+    """(up + 1) * gate * sigmoid(alpha * gate), gate clamped above, up on both sides. Source: gpt-oss reference code."""
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 

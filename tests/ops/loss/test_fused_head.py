@@ -134,6 +134,24 @@ def test_non_contiguous_inputs():
     assert_all_close(actual, outputs_and_gradients(token_logps_reference, (hidden, weight, bias, target_ids)))
 
 
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_row_without_upstream_gradient_adds_nothing_even_if_it_is_nan(with_entropy):
+    hidden, weight, bias, target_ids = make_inputs()
+    keep = torch.tensor([True, True, False, True, True, False, True])
+    broken = hidden.detach().masked_fill(~keep[:, None], math.nan).requires_grad_()
+
+    def gradients(hidden, target_ids, keep):
+        logps, entropy = token_logps(hidden, weight, target_ids, bias=bias, return_entropy=True, chunk_size=2)
+        values = logps + 2 * entropy if with_entropy else logps
+        return torch.autograd.grad(torch.where(keep, values, 0).sum(), (hidden, weight, bias))
+
+    actual = gradients(broken, target_ids, keep)
+    kept = hidden.detach()[keep].requires_grad_()
+    expected = gradients(kept, target_ids[keep], torch.tensor(True))
+    torch.testing.assert_close((actual[0][keep], *actual[1:]), expected)
+    assert actual[0][~keep].count_nonzero() == 0
+
+
 def test_tied_weight_sums_both_gradients():
     _, weight, _, target_ids = make_inputs()
     hidden_of = weight[:7]  # the embedding of seven tokens
@@ -166,14 +184,17 @@ def test_low_precision_is_no_worse_than_eager(dtype, softcap):
 
 
 def test_weight_gradient_accumulates_in_fp32_over_chunks():
-    """Sixty-four chunks of equal rows: a bf16 running sum would stop growing at 256 times an addend."""
+    """A thousand chunks of equal rows: a bf16 running sum would stop growing at 256 times an addend."""
     hidden = torch.full((1024, 4), 1.0, dtype=torch.bfloat16)
     weight = torch.zeros(3, 4, dtype=torch.bfloat16, requires_grad=True)
     token_logps(hidden, weight, torch.zeros(1024, dtype=torch.int64), chunk_size=1).sum().backward()
     torch.testing.assert_close(weight.grad[0].float(), torch.full((4,), 1024 * 2 / 3), rtol=4e-3, atol=0)
 
 
-@pytest.mark.parametrize("dtypes", [(torch.float32,) * 2, (torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+FP32, BF16 = torch.float32, torch.bfloat16
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP32, BF16)])
 def test_autocast_casts_the_operands_itself(dtypes):
     hidden, weight, bias, target_ids = make_inputs(dtype=torch.float32)
     hidden, weight = (x.detach().to(d).requires_grad_() for x, d in zip((hidden, weight), dtypes, strict=True))

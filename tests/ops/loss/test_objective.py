@@ -183,6 +183,25 @@ def test_kl_gradient_is_that_of_the_true_kl(estimator, corrected):
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("loss_type, bounds", [
+    ("dppo_tv", {"epsilon": 0.1, "epsilon_high": 0.3}),  # |p - q| is .2 for both moves
+    ("dppo_kl", {"epsilon": 0.05, "epsilon_high": 0.12}),  # KL is .0823 from .5 to .7, and the same to .3
+])  # fmt: skip
+def test_dppo_stops_only_moves_beyond_the_bound_of_their_direction(loss_type, bounds):
+    """Rows A > 0 and A < 0; tokens that fell, rose and stayed. Bounds between the two moves: only A < 0 fell stops."""
+    old_logps = torch.tensor(0.5, dtype=torch.float64).log().expand(2, 3)
+    logps = torch.tensor([[0.3, 0.7, 0.5]] * 2, dtype=torch.float64).log()
+    batch = {"logps": logps, "old_logps": old_logps, "advantages": torch.tensor([1.0, -1.0])}
+    output, gradient = run(LossConfig(loss_type=loss_type, **bounds), {**batch, "completion_mask": torch.ones(2, 3)})
+    expected = (logps - old_logps).exp() * torch.tensor([[-1.0], [1.0]]) / 6
+    expected[1, 0] = 0
+    torch.testing.assert_close(gradient, expected)
+    assert output.stats["clip_ratio_low"] == pytest.approx(1 / 6) and output.stats["clip_ratio_high"] == 0
+    swapped = LossConfig(loss_type=loss_type, epsilon=bounds["epsilon_high"], epsilon_high=bounds["epsilon"])
+    _, gradient = run(swapped, {**batch, "completion_mask": torch.ones(2, 3)})
+    assert (gradient == 0).tolist() == [[False, True, False], [False, False, False]]
+
+
 def test_vespo_leaves_masked_tokens_out_of_its_weight():
     batch = vector_batch()
     batch["sampling_logps"] = batch["old_logps"].clone()
@@ -308,6 +327,13 @@ def test_unscorable_sampling_logp_is_no_off_policy_evidence():
     batch["sampling_logps"][1, 0] = math.nan  # old - logps is .6 there: enough to drop the row if it were used
     output, _ = run(LossConfig(off_policy_mask_threshold=0.02), batch)
     assert output.stats["off_policy_masked"] == 0
+
+
+def test_off_policy_mask_keeps_rows_of_positive_advantage():
+    batch = {**vector_batch(), "sampling_logps": vector_batch()["logps"] + 1.0}  # both rows are far off
+    output, gradient = run(LossConfig(off_policy_mask_threshold=0.5), batch)
+    assert gradient[0].count_nonzero() and gradient[1].count_nonzero() == 0
+    assert output.stats["off_policy_masked"] == pytest.approx(0.4)
 
 
 def test_entropy_ties_at_the_quantile_are_kept():

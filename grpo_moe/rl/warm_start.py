@@ -1,0 +1,115 @@
+"""Supervised warm start: teaches a policy the form of an answer from demonstrations, before RL; cached on disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from accelerate import PartialState
+from safetensors.torch import load_model, save_model
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+
+from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
+from grpo_moe.types import Completion, Prompt
+
+from .batch import Group, collate
+from .metrics import atomic_path
+
+Demonstrations = Callable[[int], Sequence[tuple[str, str]]]
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """Options of :func:`warm_start`."""
+
+    steps: int
+    """Updates."""
+    learning_rate: float = 3e-3
+    """Peak of AdamW; rises over 20 updates, then falls to a tenth."""
+    router_aux_loss_coef: float = 0.01
+    """Weight of the load-balancing loss, so that experts start out in use."""
+    log_every: int = 100
+    """Updates between printed lines; 0 prints none."""
+
+
+def warm_start(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    demonstrations: Demonstrations,
+    options: WarmStart,
+    *,
+    cache_dir: str | os.PathLike,
+    cache_key: dict,
+) -> None:
+    """Trains the model in place on demonstrations, or loads what an equal call left in the cache.
+
+    The main process of a machine trains while the others wait and then load, so all start from the same weights.
+
+    Args:
+        model: a GPT-OSS-Lite model (its base output has the balance loss).
+        tokenizer: its tokenizer; the EOS token is appended to every completion.
+        demonstrations: from the update's number to a batch of (prompt, completion) texts; must be deterministic.
+        options: of the training.
+        cache_dir: folder of safetensors files.
+        cache_key: JSON values that, with the options and the model's config, determine the result.
+    """
+    key = json.dumps([cache_key, asdict(options), model.config.to_diff_dict()], sort_keys=True, default=str)
+    path = Path(cache_dir) / f"warm_start_{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+    with PartialState().local_main_process_first():
+        if path.exists():
+            load_model(model, str(path))
+            return
+        _train(model, tokenizer, demonstrations, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_path(path) as temporary:
+            save_model(model, str(temporary))
+
+
+def _train(model, tokenizer, demonstrations, options):
+    add_token_logps(model).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    scheduler = get_scheduler(
+        "cosine_with_min_lr", optimizer, 20, options.steps, scheduler_specific_kwargs={"min_lr_rate": 0.1}
+    )
+    started = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        loss = _loss(model, tokenizer, demonstrations(step), options.router_aux_loss_coef)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        if options.log_every and step % options.log_every == 0:
+            seconds = time.perf_counter() - started
+            print(f"warm start {step}/{options.steps}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
+
+
+def _loss(model, tokenizer, pairs, aux_coefficient):
+    groups = [_demonstration(tokenizer, prompt, completion) for prompt, completion in pairs]
+    batch = collate(groups, torch.zeros(len(groups), 1), mask_truncated=False, device=model.device)
+    scored = completion_logps(
+        model,
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        prompt_lengths=batch.prompt_lengths,
+        completion_ids=batch.completion_ids,
+        completion_mask=batch.completion_mask,
+        return_aux_loss=aux_coefficient > 0,
+    )
+    loss = -scored.logps.sum() / batch.completion_mask.sum()
+    return loss + aux_coefficient * scored.aux_loss if aux_coefficient else loss
+
+
+def _demonstration(tokenizer, prompt, completion):
+    """One pair as a group of one, so that demonstrations and rollouts are collated alike."""
+    prompt_ids = tokenizer(prompt).input_ids
+    tokens = (*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id)
+    nothing = torch.zeros(1, dtype=torch.float64)
+    made = Completion(tokens, (0.0,) * len(tokens), "stop")
+    return Group(Prompt(tuple(prompt_ids)), [made], nothing, nothing, [])

@@ -1,0 +1,214 @@
+"""Tasks of the recipes, and the embedded default: a small policy, its tokenizer and its warm start for Countdown."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset, load_dataset
+
+from grpo_moe import GptOssLiteConfig, GptOssLiteForCausalLM
+from grpo_moe.data import character_tokenizer
+from grpo_moe.rewards import Countdown, answer_reward, countdown_reward
+from grpo_moe.rewards.countdown import ALPHABET
+from grpo_moe.rl.warm_start import WarmStart, warm_start
+
+EVAL_SEED = 1_000_007  # held-out problems are the same for every seed of a run
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a recipe trains on."""
+
+    train_dataset: Any
+    eval_dataset: Any
+    reward: Callable
+    training: dict[str, Any] = field(default_factory=dict)
+    """Defaults of GRPOConfig that suit the task."""
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A size of the embedded default."""
+
+    countdown: Countdown
+    model: dict[str, Any]
+    """Fields of GptOssLiteConfig."""
+    warm_start: WarmStart
+    warm_start_batch_size: int = 32
+    curriculum_share: float = 0.75
+    """First part of the warm start, whose demonstrations always go on to the last attempt: more sums a sequence."""
+    training: dict[str, Any] = field(default_factory=dict)
+    """Defaults of GRPOConfig."""
+
+
+PRESETS = {
+    "cpu": Preset(  # 0.47M parameters, 0.18M active: minutes on two cores
+        countdown=Countdown(),
+        model=dict(
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=16,
+            sliding_window=32,
+            rope_theta=100.0,
+            yarn_scale_factor=1.0,
+            max_position_embeddings=256,
+            initializer_range=0.1,
+        ),
+        warm_start=WarmStart(steps=600),
+        training=dict(
+            per_device_train_batch_size=128,
+            steps_per_generation=2,
+            learning_rate=5e-4,
+            adam_beta2=0.95,
+            warmup_steps=6,
+            max_steps=300,
+            max_train_seconds=110.0,
+        ),
+    ),
+    "gpu": Preset(  # 38M parameters, 14M active, and four numbers with products
+        countdown=Countdown(num_numbers=4, max_number=20, operators="+-*", max_value=999),
+        model=dict(
+            hidden_size=384,
+            intermediate_size=768,
+            num_hidden_layers=6,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=48,
+            sliding_window=128,
+            rope_theta=1000.0,
+            yarn_scale_factor=1.0,
+            max_position_embeddings=512,
+            initializer_range=0.04,
+        ),
+        warm_start=WarmStart(steps=2000, learning_rate=1e-3),
+        warm_start_batch_size=256,
+        training=dict(
+            per_device_train_batch_size=512,
+            steps_per_generation=2,
+            num_generations=16,
+            learning_rate=1e-4,
+            adam_beta2=0.95,
+            warmup_steps=6,
+            max_steps=400,
+            max_train_seconds=300.0,
+        ),
+    ),
+}
+
+
+def default_preset() -> str:
+    """The preset for this machine."""
+    return "gpu" if torch.cuda.is_available() else "cpu"
+
+
+def make_task(name: str, dataset_name: str | None, countdown: Countdown, seed: int) -> Task:
+    """The task of a recipe's ``--task`` and ``--dataset_name``.
+
+    Raises:
+        ValueError: an unknown name.
+    """
+    kind, _, rest = name.partition(":")
+    if dataset_name is not None:
+        return dataset_task(dataset_name)
+    if kind == "countdown":
+        return countdown_task(countdown, seed)
+    if kind == "reasoning_gym" and rest:
+        return reasoning_gym_task(rest, seed)
+    raise ValueError(f"task must be countdown or reasoning_gym:<name>, got {name!r}; or give --dataset_name")
+
+
+def countdown_task(countdown: Countdown, seed: int, *, num_train: int = 20_000, num_eval: int = 500) -> Task:
+    """Countdown with held-out problems; the training problems depend on the seed, the evaluation does not."""
+    return Task(
+        Dataset.from_list(countdown.rows(num_train, seed, "train")),
+        Dataset.from_list(countdown.rows(num_eval, EVAL_SEED, "test")),
+        countdown_reward,
+        {"max_completion_length": countdown.max_completion_length},
+    )
+
+
+def reasoning_gym_task(name: str, seed: int, *, num_train: int = 10_000, num_eval: int = 200) -> Task:
+    """A task of the reasoning-gym package, scored by its own ``score_answer``.
+
+    Raises:
+        ValueError: the package is missing, or has no such task.
+    """
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ValueError(f"task reasoning_gym:{name} must have its package; pip install reasoning-gym") from error
+    if name not in reasoning_gym.factory.DATASETS:
+        raise ValueError(
+            f"task reasoning_gym:{name} must be one of {', '.join(sorted(reasoning_gym.factory.DATASETS))}"
+        )
+    sets = {
+        s: reasoning_gym.create_dataset(name, seed=s, size=n) for s, n in ((seed, num_train), (EVAL_SEED, num_eval))
+    }
+
+    def score_answer(prompts, completions, source, row, **columns):
+        texts = [c if isinstance(c, str) else c[-1]["content"] for c in completions]
+        return [
+            float(sets[s].score_answer(answer=text.strip(), entry=sets[s][r]))
+            for text, s, r in zip(texts, source, row, strict=True)
+        ]
+
+    def rows(source):
+        questions = ([{"role": "user", "content": entry["question"]}] for entry in sets[source])
+        return Dataset.from_list([{"prompt": q, "source": source, "row": r} for r, q in enumerate(questions)])
+
+    return Task(rows(seed), rows(EVAL_SEED), score_answer)
+
+
+def dataset_task(name: str) -> Task:
+    """A dataset of the hub, a file or a folder with the columns prompt and answer, scored by the final answer.
+
+    Its test split (at most 500 rows) is for evaluation, or a tenth of the rows when there is none.
+
+    Raises:
+        ValueError: nothing is found there.
+    """
+    suffix = Path(name).suffix.lstrip(".").replace("jsonl", "json")
+    try:
+        data = load_dataset(suffix, data_files=name) if Path(name).is_file() else load_dataset(name)
+    except (FileNotFoundError, ValueError, ConnectionError) as error:
+        raise ValueError(
+            f"dataset_name must be a dataset of the hub, a file or a folder, got {name!r}: {error}"
+        ) from error
+    train = data["train"]
+    if "test" in data:
+        return Task(train, data["test"].select(range(min(500, len(data["test"])))), answer_reward)
+    held_out = train.train_test_split(test_size=max(1, min(500, len(train) // 10)), seed=0)
+    return Task(held_out["train"], held_out["test"], answer_reward)
+
+
+def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path):
+    """The embedded default's policy and tokenizer after the warm start, which is cached by its settings."""
+    tokenizer = character_tokenizer(ALPHABET)
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    torch.manual_seed(seed)
+    model = GptOssLiteForCausalLM(GptOssLiteConfig(vocab_size=len(tokenizer), **special, **preset.model))
+    always_on = replace(preset.countdown, continue_probability=1.0)
+
+    def demonstrations(step: int) -> list[tuple[str, str]]:
+        rng = random.Random(f"warm start {seed} {step}")
+        in_curriculum = step <= preset.curriculum_share * preset.warm_start.steps
+        task = always_on if in_curriculum else preset.countdown
+        problems = [task.problem(rng) for _ in range(preset.warm_start_batch_size)]
+        return [(p["prompt"], task.demonstration(rng, p["numbers"], p["target"])) for p in problems]
+
+    key = {
+        "seed": seed,
+        "countdown": asdict(preset.countdown),
+        "batch_size": preset.warm_start_batch_size,
+        "curriculum_share": preset.curriculum_share,
+    }
+    warm_start(model, tokenizer, demonstrations, preset.warm_start, cache_dir=cache_dir, cache_key=key)
+    return model, tokenizer
