@@ -150,7 +150,9 @@ class LiveDisplay(Display):
             for key, values in self._history.items()
             if values
         ]
-        seconds = {key[8:]: v for key, v in self._latest.items() if key.startswith("seconds/") and _is_finite(v)}
+        seconds = {
+            k.removeprefix("seconds/"): v for k, v in self._latest.items() if k.startswith("seconds/") and _is_finite(v)
+        }
         lines += [describe_phases(seconds)] if seconds else []
         parts = [self._progress, *(Text(clean(line, _MESSAGE_LIMIT)) for line in lines)]
         return Group(*parts, self._sample_table()) if self._samples else Group(*parts)
@@ -195,7 +197,7 @@ class _Pace:
         return _duration(pace * max(0, self.total_steps - self._last[0]))
 
 
-# A whole CSI or OSC sequence, or one control, format (bidi, zero width), surrogate or line separator character.
+# A whole CSI or OSC sequence, or one control, format (bidi, zero width) or line separator character.
 _CONTROL = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
     r"|[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"

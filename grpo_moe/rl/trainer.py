@@ -238,12 +238,12 @@ class GRPOTrainer:
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
         if window.num_loss_tokens and math.isfinite(float(norm)):
             self.optimizer.step()
+            self.scheduler.step()
             self.state.skipped_in_a_row = 0
         else:
             self.state.skipped_updates += 1
             self.state.skipped_in_a_row += bool(window.num_loss_tokens)
         self.optimizer.zero_grad()
-        self.scheduler.step()
         self.state.step += 1
         if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise FloatingPointError(
