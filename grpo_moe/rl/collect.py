@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,9 @@ from .advantages import group_advantages, reward_spread
 from .batch import Group
 from .config import GRPOConfig
 from .metrics import PhaseTimer
+
+
+MAX_OVERSAMPLING = 4.0  # a round draws at most this many times the prompts that are missing
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,10 @@ class Collector:
         """
         wanted, kept, generated, rounds = self.args.prompts_per_rollout, [], [], 0
         while rounds < (self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 1):
-            missing = max(gather_object([wanted - len(kept)]))
-            if missing <= 0:
+            count = max(gather_object([self._prompts_to_draw(wanted, len(kept), len(generated))]))
+            if count <= 0:
                 break
-            groups = self.generate_groups(self._take(source, missing), sampling)
+            groups = self.generate_groups(self._take(source, count), sampling)
             generated += groups
             kept += self._informative(groups)
             rounds += 1
@@ -87,6 +91,13 @@ class Collector:
             return torch.zeros(0, self.args.num_generations)
         scaled = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale=self.args.scale_rewards)
         return scaled[mine : mine + len(groups)]
+
+    def _prompts_to_draw(self, wanted, kept, generated):
+        """Prompts for the next round: those missing, and more in the measure in which groups were dropped so far."""
+        if not self.args.dynamic_sampling or kept >= wanted:
+            return wanted - kept
+        expected_share = kept / generated if generated else 1 / self.args.dynamic_sampling_oversampling
+        return math.ceil((wanted - kept) / max(expected_share, 1 / MAX_OVERSAMPLING))
 
     def _take(self, source, count):
         world, rank = self.accelerator.num_processes, self.accelerator.process_index

@@ -66,6 +66,9 @@ class GRPOConfig(LossConfig):
     top_p: float = _option(1.0, "Must be 1 in training: see above.")
     dynamic_sampling: bool = _option(False, "DAPO: drop groups whose rewards are all equal and sample others.")
     dynamic_sampling_max_rounds: int = _option(3, "Rollout rounds to fill a batch; then train on what there is.")
+    dynamic_sampling_oversampling: float = _option(
+        1.0, "Prompts of the first round over those needed; later rounds go by the share of groups kept so far."
+    )
     mask_truncated_completions: bool = _option(False, "Leave completions without EOS out of the loss.")
     overlong_cache_length: int | None = _option(
         None, "DAPO's soft overlong punishment over the last this many tokens before max_completion_length."
@@ -139,6 +142,7 @@ class GRPOConfig(LossConfig):
                     "max_steps",
                     "max_completion_length",
                     "dynamic_sampling_max_rounds",
+                    "dynamic_sampling_oversampling",
                     "save_total_limit",
                     "logging_steps",
                     "eval_steps",

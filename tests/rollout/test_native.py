@@ -1,0 +1,137 @@
+import contract
+import pytest
+import torch
+from tiny import prompt, tiny_model, tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from grpo_moe.adapters.hf_head import add_token_logps
+from grpo_moe.rollout import NativeEngine
+from grpo_moe.types import Prompt, SamplingParams
+
+WINDOW = 6
+
+
+def engine_and_model(**changes):
+    model = add_token_logps(tiny_model(**changes).eval())
+    return NativeEngine(model), model
+
+
+def test_greedy_equals_the_full_forward_for_every_prompt_length():
+    engine, model = engine_and_model()
+    contract.greedy_equals_full_forward(engine, model, [prompt(n) for n in range(1, WINDOW + 21)])
+
+
+@pytest.mark.parametrize("temperature", [0.6, 1.0])
+def test_sampled_logps_equal_the_training_forward(temperature):
+    engine, model = engine_and_model()
+    contract.sampled_logps_equal_the_training_forward(engine, model, [prompt(n) for n in (1, 5, 6, 7, 20)], temperature)
+
+
+def test_flags_come_back():
+    engine, model = engine_and_model()
+    contract.flags_come_back(engine, model, [prompt(4)])
+
+
+def test_new_weights_are_seen():
+    engine, model = engine_and_model()
+    contract.new_weights_are_seen(engine, model, [prompt(n) for n in (3, 9)])
+
+
+def tokens(completions):
+    return [[c.token_ids for c in group] for group in completions]
+
+
+def test_samples_depend_on_the_seed_and_the_prompt_alone():
+    engine, _ = engine_and_model()
+    prompts = [prompt(n, index=100 + n) for n in range(1, 12)]
+    sampling = SamplingParams(10, num_generations=3, seed=5)
+    together = tokens(engine.generate(prompts, sampling))
+    assert together == tokens(engine.generate(prompts, sampling))
+    assert together[::-1] == tokens(engine.generate(prompts[::-1], sampling))
+    assert together == [tokens(engine.generate([p], sampling))[0] for p in prompts]
+    few_rows = NativeEngine(engine.model, max_rows=4)
+    assert together == tokens(few_rows.generate(prompts, sampling))
+    assert together != tokens(engine.generate(prompts, SamplingParams(10, num_generations=3, seed=6)))
+    assert len({c for group in together for c in group}) > 20
+
+
+def test_the_same_prompt_twice_draws_different_completions():
+    engine, _ = engine_and_model()
+    first, second = tokens(engine.generate([prompt(5), prompt(5)], SamplingParams(10, num_generations=2)))
+    assert first != second
+    (again,) = tokens(engine.generate([prompt(5)], SamplingParams(10, num_generations=2)))
+    assert again == first
+
+
+def test_samples_follow_the_distribution():
+    engine, model = engine_and_model()
+    sampling = SamplingParams(1, num_generations=4000, temperature=0.8)
+    (group,) = engine.generate([prompt(4)], sampling)
+    counts = torch.bincount(torch.tensor([c.token_ids[0] for c in group]), minlength=30) / 4000
+    with torch.no_grad():
+        probabilities = (model(torch.tensor([prompt(4).input_ids])).logits[0, -1] / 0.8).softmax(-1)
+    assert (counts - probabilities).abs().max() < 4 * (0.25 / 4000) ** 0.5
+
+
+def test_top_k_and_top_p_report_the_truncated_distribution():
+    engine, model = engine_and_model()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt(4).input_ids])).logits[0, -1]
+    ordered, order = logits.softmax(-1).sort(descending=True)
+    nucleus = order[: int((ordered.cumsum(0) < 0.7).sum()) + 1].tolist()
+    for sampling, kept in (
+        (SamplingParams(1, num_generations=500, top_k=3), order[:3].tolist()),
+        (SamplingParams(1, num_generations=500, top_p=0.7), nucleus),
+    ):
+        (group,) = engine.generate([prompt(4)], sampling)
+        assert {c.token_ids[0] for c in group} == set(kept)
+        renormalised = logits[kept].log_softmax(0)
+        for completion in group[:20]:
+            expected = renormalised[kept.index(completion.token_ids[0])]
+            assert abs(completion.logps[0] - expected) < 1e-5
+
+
+def test_every_eos_id_ends_a_sequence():
+    engine, model = engine_and_model()
+    model.generation_config.eos_token_id = [2, 11, 17]
+    engine = NativeEngine(model, tokenizer())
+    assert engine.stop_ids == (2, 11, 17)
+    completions = engine.generate([prompt(n) for n in range(1, 9)], SamplingParams(30, num_generations=4))
+    ends = {c.token_ids[-1] for group in completions for c in group if c.finish_reason == "stop"}
+    assert {11, 17} <= ends
+    for group in completions:
+        for c in group:
+            assert not set(c.token_ids[:-1]) & {2, 11, 17}
+            assert c.text == tokenizer().decode(c.token_ids, skip_special_tokens=True)
+
+
+def test_one_new_token_and_a_context_that_runs_out():
+    engine, _ = engine_and_model(max_position_embeddings=12)
+    (one,) = engine.generate([prompt(3)], SamplingParams(1, temperature=0.0))
+    assert len(one[0].token_ids) == 1
+    full, short = engine.generate([prompt(11), prompt(2)], SamplingParams(20, num_generations=8))
+    assert all(len(c.token_ids) == 1 for c in full)
+    assert max(len(c.token_ids) for c in short) == 10
+    assert all(c.finish_reason == "length" for c in short if len(c.token_ids) == 10 and c.token_ids[-1] != 2)
+
+
+@pytest.mark.parametrize("length", [0, 128, 200])
+def test_empty_and_overlong_prompts_are_refused(length):
+    engine, _ = engine_and_model()
+    with pytest.raises(ValueError, match=f"prompt 1 must have 1 to 127 tokens .*got {length}"):
+        engine.generate([prompt(3), Prompt((5,) * length)], SamplingParams(4))
+
+
+def test_another_model_is_refused():
+    config = Qwen3MoeConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_experts=2, num_attention_heads=2)
+    with pytest.raises(TypeError, match="use HFEngine"):
+        NativeEngine(AutoModelForCausalLM.from_config(config))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("max_new_tokens", 0), ("num_generations", 0), ("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)],
+)
+def test_sampling_params_are_checked(field, value):
+    with pytest.raises(ValueError, match=f"{field} must be"):
+        SamplingParams(**{"max_new_tokens": 4, field: value})
