@@ -1,4 +1,4 @@
-"""Imports go one way: recipes, benchmark -> rl -> {rollout, data} -> {models, adapters, planning} -> {ops, rewards, types}."""
+"""Imports go one way: rl -> {rollout, data} -> {models, adapters, planning} -> {ops, rewards, types}."""
 
 import ast
 from pathlib import Path

@@ -58,4 +58,6 @@ def prompt_rows(n: int) -> list[dict]:
 
 def share_of_letter(prompts, completions, letter, **columns):
     """A reward with a spread: how much of the completion is the row's letter or one of its neighbours."""
-    return [sum(c in f"{x}aeiou" for c in text) / max(len(text), 1) for text, x in zip(completions, letter, strict=True)]
+    return [
+        sum(c in f"{x}aeiou" for c in text) / max(len(text), 1) for text, x in zip(completions, letter, strict=True)
+    ]

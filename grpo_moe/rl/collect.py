@@ -20,7 +20,6 @@ from .batch import Group
 from .config import GRPOConfig
 from .metrics import PhaseTimer
 
-
 MAX_OVERSAMPLING = 4.0  # a round draws at most this many times the prompts that are missing
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from transformers import HfArgumentParser
+from accelerate.utils import LoggerType
+from transformers import HfArgumentParser, SchedulerType
 
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl.advantages import resolve_scale
@@ -110,7 +111,7 @@ class GRPOConfig(LossConfig):
         if self.steps_per_generation is None:
             object.__setattr__(self, "steps_per_generation", self.gradient_accumulation_steps)
         resolve_scale(self.scale_rewards)
-        for holds, name, rule, fix in (*self._own_ranges(), *self._own_combinations()):
+        for holds, name, rule, fix in (*self._own_names(), *self._own_ranges(), *self._own_combinations()):
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}; {fix}")
         super().__post_init__()
@@ -129,6 +130,14 @@ class GRPOConfig(LossConfig):
     def prompts_per_rollout(self) -> int:
         """Prompts that one process takes for a rollout."""
         return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
+
+    def _own_names(self):
+        choices = {
+            "lr_scheduler_type": [kind.value for kind in SchedulerType],
+            "report_to": [None, "none", *(kind.value for kind in LoggerType)],
+        }
+        for name, known in choices.items():
+            yield getattr(self, name) in known, name, f"one of {', '.join(map(str, known))}", "check the spelling"
 
     def _own_ranges(self):
         at_least = {

@@ -78,7 +78,11 @@ def test_greedy_continuation_equals_the_original(original, use_cache):
     config, weights, expected = original
     greedy = expected["greedy"]
     out = from_original(config, weights).generate(
-        greedy[:, :PROMPT], max_new_tokens=greedy.shape[1] - PROMPT, do_sample=False, use_cache=use_cache, pad_token_id=0
+        greedy[:, :PROMPT],
+        max_new_tokens=greedy.shape[1] - PROMPT,
+        do_sample=False,
+        use_cache=use_cache,
+        pad_token_id=0,
     )
     assert torch.equal(out, greedy)
 
@@ -223,7 +227,7 @@ def test_ring_cache_halves_the_memory_of_the_default_model():
     full = GptOssLiteConfig(layer_types=["full_attention"] * config.num_hidden_layers)
     size, full_size = (RingCache(c, 1, 131_072, device="meta", dtype=torch.bfloat16).nbytes for c in (config, full))
     assert full_size / size >= 1.9
-    assert size <= 1.2e9
+    assert size <= 1.2 * 2**30
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

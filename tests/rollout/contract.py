@@ -1,4 +1,4 @@
-"""What every rollout engine must do, as functions of (engine, model, prompts); test files call them for their engine."""
+"""What every rollout engine must do, as functions of (engine, model, prompts) that the engines' tests call."""
 
 import torch
 
@@ -25,7 +25,10 @@ def sampled_logps_equal_the_training_forward(engine, model, prompts, temperature
     for prompt, group in zip(prompts, engine.generate(prompts, sampling), strict=True):
         assert len(group) == 3
         for completion in group:
-            ids, tokens = torch.tensor([[*prompt.input_ids, *completion.token_ids]]), torch.tensor([completion.token_ids])
+            ids, tokens = (
+                torch.tensor([[*prompt.input_ids, *completion.token_ids]]),
+                torch.tensor([completion.token_ids]),
+            )
             scored = completion_logps(
                 model,
                 input_ids=ids,

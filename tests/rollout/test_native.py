@@ -130,7 +130,14 @@ def test_another_model_is_refused():
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("max_new_tokens", 0), ("num_generations", 0), ("temperature", -1.0), ("top_k", -1), ("top_p", 0.0), ("top_p", 1.5)],
+    [
+        ("max_new_tokens", 0),
+        ("num_generations", 0),
+        ("temperature", -1.0),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", 1.5),
+    ],
 )
 def test_sampling_params_are_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):

@@ -27,7 +27,7 @@ class GptOssLiteRouter(nn.Module):
         router_logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
         scores = router_logits.softmax(-1)
         if top_k_index is None:
-            top_k_index = scores.topk(self.top_k, dim=-1).indices
+            top_k_index = scores.detach().topk(self.top_k, dim=-1).indices  # saves nothing that a recompute would miss
         weights = scores.gather(1, top_k_index)
         weights = weights / weights.sum(-1, keepdim=True).clamp(min=1e-6)
         return router_logits, weights.to(hidden_states.dtype), top_k_index

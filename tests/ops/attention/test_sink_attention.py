@@ -67,4 +67,6 @@ def test_half_precision_keeps_its_dtype_and_stays_close():
     half = [x.detach().bfloat16() for x in (query, key, value, sinks)]
     out = sink_attention(*half[:3], mask=mask, sinks=half[3])
     assert out.dtype == torch.bfloat16
-    torch.testing.assert_close(out.double(), sink_attention(query, key, value, mask=mask, sinks=sinks), atol=0.05, rtol=0.05)
+    torch.testing.assert_close(
+        out.double(), sink_attention(query, key, value, mask=mask, sinks=sinks), atol=0.05, rtol=0.05
+    )

@@ -47,7 +47,9 @@ def loop(tensors, activation="silu", layout="concatenated", transposed=False):
             if "gate_up_bias" in tensors:
                 gate_up = gate_up + tensors["gate_up_bias"][expert]
             half = len(gate_up) // 2
-            gate, up_part = (gate_up[:half], gate_up[half:]) if layout == "concatenated" else (gate_up[::2], gate_up[1::2])
+            gate, up_part = (
+                (gate_up[:half], gate_up[half:]) if layout == "concatenated" else (gate_up[::2], gate_up[1::2])
+            )
             y = activate(activation, gate, up_part) @ (down if transposed else down.T)
             if "down_bias" in tensors:
                 y = y + tensors["down_bias"][expert]
@@ -58,7 +60,11 @@ def loop(tensors, activation="silu", layout="concatenated", transposed=False):
 
 @pytest.mark.parametrize(
     ("activation", "layout", "transposed", "biases"),
-    list(itertools.product(["silu", "gelu_tanh", "gpt_oss"], ["concatenated", "interleaved"], [False, True], [False, True])),
+    list(
+        itertools.product(
+            ["silu", "gelu_tanh", "gpt_oss"], ["concatenated", "interleaved"], [False, True], [False, True]
+        )
+    ),
 )
 def test_values_and_every_gradient_equal_the_loop(activation, layout, transposed, biases):
     tensors = make(biases=biases, transposed=transposed)

@@ -1,0 +1,332 @@
+"""The trainer: exact updates, resume to the bit, dynamic sampling, evaluation, and clear refusals."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenizer
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.rl.checkpoint import list_checkpoints
+from grpo_moe.rl.metrics import read_metrics
+
+
+def config(path, **changes):
+    values = dict(
+        output_dir=str(path),
+        per_device_train_batch_size=4,
+        num_generations=4,
+        steps_per_generation=2,
+        max_completion_length=8,
+        learning_rate=1e-2,
+        max_steps=6,
+        use_cpu=True,
+        show_progress=False,
+        eval_on_start=False,
+        log_completions=False,
+    )
+    return GRPOConfig(**{**values, **changes})
+
+
+def trainer(path, model=None, reward=share_of_letter, rows=10, **changes):
+    eval_dataset = changes.pop("eval_dataset", None)
+    return GRPOTrainer(
+        tiny_model() if model is None else model,
+        reward,
+        config(path, **changes),
+        prompt_rows(rows),
+        eval_dataset=eval_dataset,
+        processing_class=tokenizer(),
+    )
+
+
+def weights(path):
+    return load_file(path / "model" / "model.safetensors")
+
+
+def test_training_raises_the_reward(tmp_path):
+    trainer(tmp_path, per_device_train_batch_size=32, max_steps=40, rows=4).train()
+    rewards = [line["reward"] for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
+    assert sum(rewards[-4:]) / 4 > sum(rewards[:4]) / 4 + 0.2
+
+
+def gradient_of_one_step(path, model, **changes):
+    """Gradients of the first window, before clipping and the optimiser."""
+    run = trainer(path, model.double(), max_grad_norm=0.0, learning_rate=0.0, **changes)
+    gradients = []
+    run.optimizer.step = lambda: gradients.append([p.grad.clone() for p in run.policy.parameters()])
+    run.step()
+    return gradients
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "bnpo"])
+def test_the_update_does_not_depend_on_the_split(tmp_path, loss_type):
+    options = {"loss_type": loss_type, "epsilon_high": 5.0 if loss_type == "cispo" else None}
+    splits = [(8, 1, 1), (4, 2, 2), (2, 4, 4), (1, 8, 8)]
+    results = []
+    for size, accumulation, per_generation in splits:
+        gradients = gradient_of_one_step(
+            tmp_path,
+            tiny_model(),
+            per_device_train_batch_size=size,
+            gradient_accumulation_steps=accumulation,
+            steps_per_generation=per_generation,
+            **options,
+        )
+        assert len(gradients) == 1
+        results.append(gradients[0])
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-9)
+    assert max(g.abs().max() for g in results[0]) > 1e-6
+
+
+def test_every_window_counts_its_own_tokens(tmp_path):
+    run = trainer(tmp_path, steps_per_generation=4)
+    seen = []
+    minibatches = run.minibatches
+    run.minibatches = lambda batch, rows: seen.append((batch, minibatches(batch, rows))) or seen[-1][1]
+    run.step()
+    ((batch, made),) = seen
+    assert len(made) == 4
+    for window in made:
+        rows = torch.cat(window.micro_batches)
+        assert window.num_loss_tokens == int(batch.completion_mask[rows].sum())
+        assert window.num_sequences == len(rows) == 4
+
+
+def test_the_first_update_is_on_policy_and_later_ones_are_not(tmp_path):
+    run = trainer(tmp_path, num_iterations=2)
+    metrics = run.step()
+    assert metrics["sampling_logp_difference_max"] < 1e-5
+    assert metrics["ratio_max"] > 1.001
+    single = trainer(tmp_path, steps_per_generation=1).step()
+    assert single["ratio_max"] == 1 and single["approx_kl"] == 0
+
+
+def test_old_log_probabilities_are_those_of_the_policy_that_generated(tmp_path):
+    run = trainer(tmp_path, temperature=0.7, beta=0.1)
+    batches = []
+    add = run.add_reference_logps
+    run.add_reference_logps = lambda batch: batches.append(add(batch)) or batches[-1]
+    run.step()
+    (batch,) = batches
+    mask = batch.completion_mask
+    torch.testing.assert_close(batch.old_logps[mask], batch.sampling_logps[mask], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(batch.ref_logps, batch.old_logps)
+    run.step()
+    assert (batches[1].ref_logps - batches[1].old_logps).abs().max() > 1e-4  # the reference stayed
+
+
+def test_resume_gives_the_uninterrupted_run_to_the_bit(tmp_path):
+    options = dict(num_iterations=2, max_steps=16, rows=3, warmup_steps=5, dynamic_sampling=True)
+    trainer(tmp_path / "whole", **options).train()
+    for stop in (4, 12):  # in the first epoch of three prompts, and some epochs on
+        path = tmp_path / f"cut{stop}"
+        first = trainer(path, save_steps=4, **options)
+        step = first.step
+
+        def step_or_die(step=step, first=first, stop=stop):
+            if first.state.step >= stop:
+                raise SystemError("killed")
+            return step()
+
+        first.step = step_or_die
+        with pytest.raises(SystemError, match="killed"):
+            first.train()
+        assert list_checkpoints(path)[-1].name == f"checkpoint-{stop}"
+        trainer(path, model=tiny_model(seed=9), save_steps=4, **options).train(resume_from_checkpoint="latest")
+        whole, resumed = weights(tmp_path / "whole"), weights(path)
+        assert whole.keys() == resumed.keys()
+        assert all(torch.equal(whole[name], resumed[name]) for name in whole)
+        metrics = [read_metrics(p / "metrics.jsonl") for p in (tmp_path / "whole", path)]
+        same = [[(m["step"], m.get("reward"), m.get("learning_rate")) for m in lines] for lines in metrics]
+        assert same[0] == same[1]
+
+
+def test_an_interrupt_saves_and_the_run_goes_on(tmp_path):
+    import os
+    import signal
+
+    run = trainer(tmp_path)
+    step = run.step
+    run.step = lambda: (os.kill(os.getpid(), signal.SIGINT), step())[1]
+    with pytest.raises(KeyboardInterrupt, match="stopped after update 2"):
+        run.train()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+    assert trainer(tmp_path).train(resume_from_checkpoint="latest")["steps"] == 6
+
+
+def test_checkpoints_rotate_and_half_written_ones_are_ignored(tmp_path):
+    trainer(tmp_path, save_steps=2, save_total_limit=2).train()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+    (tmp_path / "checkpoint-8.tmp").mkdir()
+    (tmp_path / "checkpoint-10").mkdir()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+
+
+def test_a_foreign_checkpoint_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="resume_from_checkpoint must be 'latest' or a checkpoint folder"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
+    trainer(tmp_path, save_steps=2).train()
+    with pytest.raises(ValueError, match="num_rows must be that of the checkpoint"):
+        trainer(tmp_path, rows=11).train(resume_from_checkpoint="latest")
+
+
+def test_resuming_without_a_checkpoint_says_so_and_starts(tmp_path, capsys):
+    trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="latest")
+    assert "training starts from the beginning" in capsys.readouterr().out
+
+
+def test_dynamic_sampling_replaces_groups_without_spread(tmp_path):
+    def half_informative(prompts, completions, letter, **columns):
+        return [len(c) if x in "abcdefghijklm" else 0.0 for c, x in zip(completions, letter, strict=True)]
+
+    run = trainer(
+        tmp_path, reward=half_informative, rows=26, dynamic_sampling=True, per_device_train_batch_size=16,
+        dynamic_sampling_max_rounds=6,
+    )  # fmt: skip
+    metrics = run.step()
+    assert metrics["sampling/groups_kept"] == 8 and metrics["sampling/groups_generated"] > 8
+    assert metrics["sampling/rounds"] > 1
+
+
+def test_without_any_spread_nothing_is_learned_and_the_run_ends(tmp_path):
+    run = trainer(tmp_path, reward=lambda prompts, **_: [1.0] * len(prompts), dynamic_sampling=True, max_steps=4)
+    before = {n: p.clone() for n, p in run.policy.named_parameters()}
+    summary = run.train()
+    assert summary["skipped_updates"] == summary["steps"] == 4
+    assert all(torch.equal(before[n], p) for n, p in run.policy.named_parameters())
+
+
+def test_unscored_completions_take_no_part(tmp_path):
+    def sometimes(prompts, completions, **columns):
+        return [None if i % 4 == 0 else float(len(c)) for i, c in enumerate(completions)]
+
+    run = trainer(tmp_path, reward=sometimes)
+    batches = []
+    add = run.add_reference_logps
+    run.add_reference_logps = lambda batch: batches.append(batch) or add(batch)
+    metrics = run.step()
+    assert math.isfinite(metrics["reward"]) and metrics["grad_norm"] > 0
+    assert batches[0].advantages[::4].abs().sum() == 0
+
+
+def test_overlong_completions_are_punished_in_the_reward_but_not_in_the_pass_rate(tmp_path):
+    reward = lambda prompts, **_: [1.0] * len(prompts)  # noqa: E731
+    metrics = trainer(tmp_path, reward=reward, overlong_cache_length=7).step()
+    assert metrics["reward"] < 1 and metrics["pass_rate"] == 1
+
+
+def test_evaluation_and_summary(tmp_path):
+    run = trainer(
+        tmp_path,
+        eval_dataset=prompt_rows(6),
+        eval_on_start=True,
+        eval_steps=2,
+        pass_threshold=0.3,
+        log_completions=True,
+    )
+    summary = run.train()
+    written = json.loads((tmp_path / "summary.json").read_text())
+    for when in ("eval_before", "eval_after"):
+        assert written[when] == summary[when]
+        assert {"pass_rate", "greedy_pass_rate", "reward", "mean_length"} == set(summary[when])
+        assert 0 <= summary[when]["pass_rate"] <= 1
+    assert written["versions"]["torch"] == torch.__version__
+    assert {"rollout", "update", "evaluation"} <= set(written["seconds"])
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert [m["step"] for m in lines if "eval_pass_rate" in m] == [0, 2, 4, 6]
+    assert (tmp_path / "curves.png").stat().st_size > 1000
+    assert len(list((tmp_path / "completions").glob("*.parquet"))) == 3
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert torch.equal(loaded.lm_head.weight, run.policy.lm_head.weight)
+
+
+def test_a_transformers_moe_trains(tmp_path):
+    torch.manual_seed(0)
+    shape = dict(vocab_size=30, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1)
+    model = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(
+            **shape,
+            head_dim=8,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=8,
+            eos_token_id=2,
+            pad_token_id=0,
+            max_position_embeddings=64,
+        )  # fmt: skip
+    )
+    before = model.model.layers[0].mlp.experts.gate_up_proj.clone()
+    trainer(
+        tmp_path, model.float(), max_steps=2, gradient_checkpointing=True, loss_type="cispo", epsilon_high=5.0
+    ).train()
+    assert not torch.equal(before, model.model.layers[0].mlp.experts.gate_up_proj)
+
+
+def test_gradient_checkpointing_changes_nothing(tmp_path):
+    results = []
+    for name, on in (("plain", False), ("checkpointed", True)):
+        trainer(tmp_path / name, max_steps=4, gradient_checkpointing=on).train()
+        results.append(weights(tmp_path / name))
+    assert all(torch.allclose(results[0][n], results[1][n], rtol=1e-4, atol=1e-6) for n in results[0])
+
+
+def test_a_non_finite_gradient_is_skipped_and_several_stop_the_run(tmp_path):
+    run = trainer(tmp_path, max_steps=20)
+    before = run.policy.lm_head.weight.clone()
+    run.accelerator.clip_grad_norm_ = lambda *args: torch.tensor(math.nan)
+    with pytest.raises(FloatingPointError, match="grad_norm must be finite, got nan in 3 updates in a row"):
+        run.train()
+    assert torch.equal(before, run.policy.lm_head.weight) and run.state.skipped_updates == 3
+
+
+@pytest.mark.parametrize(
+    ("reward", "error", "message"),
+    [
+        (lambda prompts, **_: [1.0], ValueError, "must return a list of 2 numbers, got 1"),
+        (lambda prompts, **_: [math.nan] * len(prompts), ValueError, "finite"),
+        (lambda prompts, **_: [math.inf] * len(prompts), ValueError, "finite"),
+        (lambda prompts: [1.0] * len(prompts), RuntimeError, "raised TypeError"),
+        ("accuracy", ValueError, "reward_funcs must be functions"),
+    ],
+)
+def test_wrong_rewards_are_found_before_any_work(tmp_path, reward, error, message):
+    with pytest.raises(error, match=message):
+        trainer(tmp_path, reward=reward)
+
+
+def build(tmp_path, **changes):
+    values = dict(model=tiny_model(), reward_funcs=share_of_letter, args=config(tmp_path), train_dataset=prompt_rows(4))
+    return GRPOTrainer(**{**values, "processing_class": tokenizer(), **changes})
+
+
+def test_wrong_data_and_models_are_found_before_any_work(tmp_path):
+    with pytest.raises(ValueError, match="prompt"):
+        build(tmp_path, train_dataset=[{"question": "a"}])
+    with pytest.raises(ValueError, match="row 1"):
+        build(tmp_path, train_dataset=[{"prompt": "a", "letter": "a"}, {"prompt": "a" * 125, "letter": "a"}])
+    with pytest.raises(ValueError, match="max_completion_length must leave room"):
+        build(tmp_path, args=config(tmp_path, max_completion_length=200))
+    with pytest.raises(ValueError, match="model_name_or_path must be a folder or a hub id.*no such folder"):
+        build(tmp_path, model=str(tmp_path / "nowhere"), processing_class=None)
+    with pytest.raises(ValueError, match="processing_class must be given"):
+        build(tmp_path, processing_class=None)
+
+
+def test_an_aux_loss_needs_a_model_that_has_one(tmp_path):
+    trainer(tmp_path, router_aux_loss_coef=0.1, max_steps=2).train()
+    assert read_metrics(tmp_path / "metrics.jsonl")[0]["aux_loss"] > 0
+    qwen = AutoModelForCausalLM.from_config(
+        Qwen3MoeConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=2)
+    )
+    with pytest.raises(ValueError, match="router_aux_loss_coef must be 0 for Qwen3Moe"):
+        trainer(tmp_path, qwen, router_aux_loss_coef=0.1)
+
+
+def test_the_tiny_config_is_valid():
+    assert tiny_config().num_experts == 4
