@@ -37,11 +37,16 @@ class RecipeConfig:
         default=None, metadata={"help": "Hub id, file or folder with the columns prompt and answer."}
     )
     preset: str = field(default=default_preset(), metadata={"help": f"Size of the default: {', '.join(PRESETS)}."})
+    warm_start_steps: int | None = field(
+        default=None, metadata={"help": "Supervised updates of the embedded policy before RL; the preset's if unset."}
+    )
     cache_dir: str = field(default="runs/cache", metadata={"help": "Where the warm start is kept."})
 
     def __post_init__(self):
         if self.preset not in PRESETS:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+        if self.warm_start_steps is not None and self.warm_start_steps < 1:
+            raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}")
         if self.model_name_or_path is None and (self.task != "countdown" or self.dataset_name is not None):
             raise ValueError(
                 "model_name_or_path must be set with another task or dataset, got None; the embedded policy only knows "
@@ -54,16 +59,15 @@ def main() -> None:
     (recipe,) = parse_args(RecipeConfig, known_only=True)
     preset, own_policy = PRESETS[recipe.preset], recipe.model_name_or_path is None
     dapo = {"dynamic_sampling": True, "epsilon_high": 0.28, "output_dir": "runs/dapo_gptoss", "save_steps": 20}
-    seed = parse_args(GRPOConfig, known_only=True, defaults=dapo)[0].seed
-    task = make_task(recipe.task, recipe.dataset_name, preset.countdown, seed)
-    defaults = {**dapo, **task.training, **(preset.training if own_policy else {})}
-    recipe, args = parse_args(RecipeConfig, GRPOConfig, defaults=defaults)
+    recipe, args = parse_args(RecipeConfig, GRPOConfig, defaults=dapo | (preset.training if own_policy else {}))
+    task = make_task(recipe.task, recipe.dataset_name, preset.countdown, args.seed)
 
-    if args.use_cpu or not torch.cuda.is_available():  # accelerate launch would leave one thread
-        torch.set_num_threads(max(1, os.cpu_count() // PartialState(cpu=True).num_processes))
+    state = PartialState(cpu=args.use_cpu)
+    if state.device.type == "cpu":  # accelerate launch would leave one thread
+        torch.set_num_threads(max(1, os.cpu_count() // state.num_processes))
     model, tokenizer = recipe.model_name_or_path, None
     if own_policy:
-        model, tokenizer = warm_started_policy(preset, args.seed, recipe.cache_dir)
+        model, tokenizer = warm_started_policy(preset, args.seed, recipe.cache_dir, recipe.warm_start_steps)
     trainer = GRPOTrainer(
         model, task.reward, args, task.train_dataset, eval_dataset=task.eval_dataset, processing_class=tokenizer
     )

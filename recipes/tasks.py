@@ -27,8 +27,6 @@ class Task:
     train_dataset: Any
     eval_dataset: Any
     reward: Callable
-    training: dict[str, Any] = field(default_factory=dict)
-    """Defaults of GRPOConfig that suit the task."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,7 @@ PRESETS = {
         ),
         warm_start=WarmStart(steps=700),
         training=dict(
+            max_completion_length=60,
             per_device_train_batch_size=128,
             steps_per_generation=2,
             learning_rate=5e-4,
@@ -93,6 +92,7 @@ PRESETS = {
         warm_start=WarmStart(steps=2000, learning_rate=1e-3),
         warm_start_batch_size=256,
         training=dict(
+            max_completion_length=120,
             per_device_train_batch_size=512,
             steps_per_generation=2,
             num_generations=16,
@@ -133,7 +133,6 @@ def countdown_task(countdown: Countdown, seed: int, *, num_train: int = 20_000, 
         Dataset.from_list(countdown.rows(num_train, seed, "train")),
         Dataset.from_list(countdown.rows(num_eval, EVAL_SEED, "test")),
         countdown_reward,
-        {"max_completion_length": countdown.max_completion_length},
     )
 
 
@@ -191,8 +190,16 @@ def dataset_task(name: str) -> Task:
     return Task(held_out["train"], held_out["test"], answer_reward)
 
 
-def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path):
-    """The embedded default's policy and tokenizer after the warm start, which is cached by its settings."""
+def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path, steps: int | None = None):
+    """The embedded default's policy and tokenizer after the warm start, which is cached by its settings.
+
+    Args:
+        preset: the size.
+        seed: of the weights and the demonstrations.
+        cache_dir: folder of the cache.
+        steps: updates, instead of the preset's.
+    """
+    options = preset.warm_start if steps is None else replace(preset.warm_start, steps=steps)
     tokenizer = character_tokenizer(ALPHABET)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     torch.manual_seed(seed)
@@ -201,7 +208,7 @@ def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path):
 
     def demonstrations(step: int) -> list[tuple[str, str]]:
         rng = random.Random(f"warm start {seed} {step}")
-        in_curriculum = step <= preset.curriculum_share * preset.warm_start.steps
+        in_curriculum = step <= preset.curriculum_share * options.steps
         task = always_on if in_curriculum else preset.countdown
         problems = [task.problem(rng) for _ in range(preset.warm_start_batch_size)]
         return [(p["prompt"], task.demonstration(rng, p["numbers"], p["target"])) for p in problems]
@@ -212,5 +219,5 @@ def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path):
         "batch_size": preset.warm_start_batch_size,
         "curriculum_share": preset.curriculum_share,
     }
-    warm_start(model, tokenizer, demonstrations, preset.warm_start, cache_dir=cache_dir, cache_key=key)
+    warm_start(model, tokenizer, demonstrations, options, cache_dir=cache_dir, cache_key=key)
     return model, tokenizer

@@ -116,9 +116,9 @@ def check_head(model) -> None:
         completion_ids=ids[:, 1:],
         completion_mask=torch.ones_like(ids[:, 1:], dtype=torch.bool),
     ).logps
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].float()
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].to(ours.dtype)
     theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    tolerance = 1e-3 if model.dtype == torch.float32 else 0.1
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
     if not torch.allclose(ours, theirs, atol=tolerance, rtol=tolerance):
         raise ValueError(
             f"log-probabilities of {type(model).__name__} must equal those of its own logits, got {ours.tolist()} "

@@ -61,9 +61,11 @@ def warm_start(
     """
     key = json.dumps([cache_key, asdict(options), model.config.to_diff_dict()], sort_keys=True, default=str)
     path = Path(cache_dir) / f"warm_start_{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-    with PartialState().local_main_process_first():
+    state = PartialState()
+    model.to(state.device)
+    with state.local_main_process_first():
         if path.exists():
-            load_model(model, str(path))
+            load_model(model, str(path), device=str(state.device))
             return
         _train(model, tokenizer, demonstrations, options)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -24,8 +24,6 @@ _DEFAULT_SAMPLER_BOUNDS = {
 SAMPLER_CORRECTIONS = tuple(_DEFAULT_SAMPLER_BOUNDS)
 
 _READERS = {  # option -> the loss types that read it; set for any other, it would be ignored in silence
-    "epsilon": (*_PPO_TYPES, "gmpo", "dppo_tv", "dppo_kl"),
-    "epsilon_high": (*_PPO_TYPES, "cispo", "gmpo", "dppo_tv", "dppo_kl"),
     "delta": _PPO_TYPES,
     "dual_clip": _PPO_TYPES,
     "sapo_temperature_pos": ("sapo",),
@@ -42,15 +40,16 @@ class LossConfig:
     """Options of `grpo_loss_from_logps`. Field names and defaults are TRL's where TRL has the option.
 
     Raises:
-        ValueError: an unknown name, a value out of range, or options that do not go together. An option that the
-            loss type does not read raises as soon as it is not at its default.
+        ValueError: an unknown name, a value out of range, or options that do not go together. An option of another
+            loss type raises as soon as it is not at its default; only the clipping bounds may stay set.
     """
 
     loss_type: str = "dapo"
     """One of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl."""
     epsilon: float = 0.2
     """Lower clipping bound: the ratio stays above 1 - epsilon. gmpo: the log-ratio stays above -epsilon.
-    dppo_*: largest divergence (total variation, or binary KL in nats) of a token with a negative advantage."""
+    dppo_*: largest divergence (total variation, or binary KL in nats) of a token with a negative advantage.
+    cispo, sapo and vespo do not read it."""
     epsilon_high: float | None = None
     """Upper clipping bound, as `epsilon`; None means `epsilon`. cispo: the cap of the ratio itself, at least 1."""
     delta: float | None = None

@@ -445,6 +445,12 @@ PARAMETERS = [
 ]
 
 
+def bound_without_clip(loss_type, option):
+    """A clipping bound may stay set when the loss type changes to one that clips nothing by it."""
+    unread = {"cispo": {"epsilon"}, "sapo": {"epsilon", "epsilon_high"}, "vespo": {"epsilon", "epsilon_high"}}
+    return option.keys() <= unread.get(loss_type, set())
+
+
 @each_variant
 def test_every_option_changes_the_result_or_is_refused(variant):
     batch = make_batch()
@@ -459,7 +465,7 @@ def test_every_option_changes_the_result_or_is_refused(variant):
         if config and not option.items() <= variant.items():
             changed, changed_gradient = run(config, batch)
             same = torch.equal(plain.loss, changed.loss) and torch.equal(plain_gradient, changed_gradient)
-            assert not same, option
+            assert same == bound_without_clip(config.loss_type, option), option
 
 
 @pytest.mark.parametrize("option", [*OPTIONS, *PARAMETERS], ids=str)
@@ -475,7 +481,6 @@ def test_every_option_is_accepted_by_some_loss(option):
     ({"loss_type": "cispo"}, ["epsilon_high", "cispo"]),
     ({"loss_type": "cispo", "epsilon_high": 0.28}, ["epsilon_high", "cispo", "0.28"]),
     ({"loss_type": "dr_grpo"}, ["max_completion_length", "dr_grpo"]),
-    ({"loss_type": "sapo", "epsilon": 0.1}, ["epsilon", "sapo"]),
     ({"loss_type": "vespo", "delta": 4.0}, ["delta", "vespo"]),
     ({"loss_type": "dapo", "vespo_k_pos": 1.0}, ["vespo_k_pos", "dapo"]),
     ({"loss_type": "gmpo", "importance_sampling_level": "sequence"}, ["importance_sampling_level", "gmpo"]),

@@ -1,0 +1,98 @@
+"""The main job as a user runs it: launched, on two processes, interrupted and resumed, and with wrong arguments."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+RECIPE = str(ROOT / "recipes" / "dapo_gptoss.py")
+SHORT = ["--warm_start_steps", "4", "--per_device_train_batch_size", "16", "--preset", "cpu", "--use_cpu"]
+
+
+def launch(folder, *arguments, launcher=()):
+    command = [sys.executable, "-m", "accelerate.commands.launch", *launcher, RECIPE]
+    command = command if launcher else [sys.executable, RECIPE]
+    paths = ["--output_dir", str(folder / "run"), "--cache_dir", str(folder / "cache")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.Popen(
+        [*command, *SHORT, *paths, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment,
+        cwd=folder,
+    )
+
+
+def finish(process, timeout=240):
+    output, _ = process.communicate(timeout=timeout)
+    return process.returncode, output
+
+
+def test_interrupted_by_a_signal_it_goes_on_where_it_stopped(tmp_path):
+    process = launch(tmp_path, "--max_steps", "400", "--max_train_seconds", "600")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 180
+    while not (metrics.exists() and metrics.read_text().count("\n") > 2) and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    code, output = finish(process)
+    assert code == 130 and "--resume_from_checkpoint to go on" in output
+    (checkpoint,) = (tmp_path / "run").glob("checkpoint-*")
+    stopped = int(checkpoint.name.split("-")[1])
+
+    code, output = finish(launch(tmp_path, "--resume_from_checkpoint", "--max_steps", str(stopped + 4)))
+    assert code == 0, output
+    assert "warm start" not in output  # from the cache
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["steps"] == stopped + 4
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    steps = [line["step"] for line in lines if "reward" in line]
+    assert steps == list(range(2, stopped + 5, 2))
+
+
+def test_two_processes_end_with_equal_parameters(tmp_path):
+    launcher = ["--cpu", "--num_processes", "2"]
+    code, output = finish(launch(tmp_path, "--max_steps", "4", launcher=launcher))
+    assert code == 0, output
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["num_processes"] == 2 and summary["steps"] == 4
+    assert "held-out pass_rate" in output
+    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
+    assert all(tensor.isfinite().all() for tensor in weights.values())
+    # train() itself compares the parameters of all processes and raises when they differ
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--loss_type", "ppo"], "loss_type must be one of"),
+        (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
+        (["--num_generations", "7"], "num_generations must be a divisor of"),
+        (["--preset", "huge"], "preset must be one of cpu, gpu, got 'huge'"),
+        (["--model_name_or_path", "./nowhere"], "model_name_or_path must be a folder or a hub id, got './nowhere'"),
+        (["--task", "chess"], "model_name_or_path must be set with another task"),
+        (["--task", "chess", "--model_name_or_path", "./x"], "task must be countdown or reasoning_gym:<name>"),
+        (
+            ["--dataset_name", "./nowhere.jsonl", "--model_name_or_path", "./x"],
+            "dataset_name must be a dataset of the hub",
+        ),
+        (["--max_completion_length", "300"], "max_completion_length must leave room for a prompt"),
+    ],
+)
+def test_wrong_arguments_end_with_one_clear_line(tmp_path, arguments, message, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(sys, "argv", [RECIPE, *SHORT, "--cache_dir", str(tmp_path), *arguments])
+    import dapo_gptoss
+
+    with pytest.raises(ValueError, match=message):
+        dapo_gptoss.main()
