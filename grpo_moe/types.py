@@ -55,7 +55,7 @@ class Completion:
 
     token_ids: tuple[int, ...]
     """Token ids [T]; the EOS token, when there is one, is the last and counts."""
-    logps: tuple[float, ...]
+    sampling_logps: tuple[float, ...]
     """Log-probability of each token [T] in nats, under the distribution it was drawn from."""
     finish_reason: str
     """"stop" after an EOS token, "length" when max_new_tokens or the context ran out."""

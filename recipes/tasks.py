@@ -89,7 +89,7 @@ PRESETS = {
             max_position_embeddings=512,
             initializer_range=0.04,
         ),
-        warm_start=WarmStart(steps=2000, learning_rate=1e-3),
+        warm_start=WarmStart(steps=600, learning_rate=1e-3),
         warm_start_batch_size=256,
         training=dict(
             max_completion_length=120,

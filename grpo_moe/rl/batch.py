@@ -55,7 +55,7 @@ def collate(
         completion_ids=pad_sequence(tokens, batch_first=True).to(device),
         completion_mask=pad_sequence(learned, batch_first=True).bool().to(device),
         advantages=advantages.flatten().float().to(device),
-        sampling_logps=pad_sequence([torch.tensor(c.logps) for _, c in rows], batch_first=True).to(device),
+        sampling_logps=pad_sequence([torch.tensor(c.sampling_logps) for _, c in rows], batch_first=True).to(device),
     )
 
 

@@ -93,7 +93,7 @@ def _train(model, tokenizer, demonstrations, options):
 
 
 def _loss(model, tokenizer, pairs, aux_coefficient):
-    groups = [_demonstration(tokenizer, prompt, completion) for prompt, completion in pairs]
+    groups = _demonstrations(tokenizer, pairs)
     batch = collate(groups, torch.zeros(len(groups), 1), mask_truncated=False, device=model.device)
     scored = completion_logps(
         model,
@@ -108,10 +108,15 @@ def _loss(model, tokenizer, pairs, aux_coefficient):
     return loss + aux_coefficient * scored.aux_loss if aux_coefficient else loss
 
 
-def _demonstration(tokenizer, prompt, completion):
-    """One pair as a group of one, so that demonstrations and rollouts are collated alike."""
-    prompt_ids = tokenizer(prompt).input_ids
-    tokens = (*tokenizer(completion, add_special_tokens=False).input_ids, tokenizer.eos_token_id)
+def _demonstrations(tokenizer, pairs):
+    """Each pair as a group of one, so that demonstrations and rollouts are collated alike."""
+    prompts, completions = zip(*pairs, strict=True)
+    prompt_ids = tokenizer(list(prompts)).input_ids
+    completion_ids = tokenizer(list(completions), add_special_tokens=False).input_ids
     nothing = torch.zeros(1, dtype=torch.float64)
-    made = Completion(tokens, (0.0,) * len(tokens), "stop")
-    return Group(Prompt(tuple(prompt_ids)), [made], nothing, nothing, [])
+    groups = []
+    for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+        tokens = (*completion, tokenizer.eos_token_id)
+        made = Completion(tokens, (0.0,) * len(tokens), "stop")
+        groups.append(Group(Prompt(tuple(prompt)), [made], nothing, nothing, []))
+    return groups

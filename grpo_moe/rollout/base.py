@@ -16,7 +16,7 @@ from grpo_moe.types import Completion, Prompt, SamplingParams
 class RolloutEngine(Protocol):
     """Draws completions from the policy. Every engine passes tests/rollout/contract.py."""
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
         """Completions [P][G] in the order of the prompts."""
         ...
 
@@ -25,12 +25,13 @@ class RolloutEngine(Protocol):
         ...
 
 
-def check_prompts(prompts: Sequence[Prompt], context_length: int) -> None:
-    """Refuses prompts that leave no room for a completion token.
+def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int) -> list[Prompt]:
+    """The prompts, those given as plain token ids wrapped.
 
     Raises:
-        ValueError: an empty prompt, or one of ``context_length`` tokens or more.
+        ValueError: an empty prompt, or one of ``context_length`` tokens or more: no room for a completion.
     """
+    prompts = [p if isinstance(p, Prompt) else Prompt(tuple(int(token) for token in p)) for p in prompts]
     for number, prompt in enumerate(prompts):
         length = len(prompt.input_ids)
         if not 1 <= length < context_length:
@@ -38,6 +39,7 @@ def check_prompts(prompts: Sequence[Prompt], context_length: int) -> None:
                 f"prompt {number} must have 1 to {context_length - 1} tokens (the context has {context_length}), "
                 f"got {length}; shorten it or leave it out"
             )
+    return prompts
 
 
 def stop_token_ids(model, tokenizer=None) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ import torch
 from grpo_moe.adapters.hf_head import completion_logps
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import check_prompts, context_length, rollout_mode, stop_token_ids
+from .base import as_prompts, context_length, rollout_mode, stop_token_ids
 from .native import with_text
 
 SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
@@ -18,8 +18,8 @@ SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
 class HFEngine:
     """Wraps ``model.generate``. Deterministic for one seed and one batch; unlike NativeEngine, the other rows matter.
 
-    ``logps`` are the full distribution's at the sampling temperature, from one training-style forward, so ``top_k`` and
-    ``top_p`` are refused: their truncated distribution would differ from it.
+    ``sampling_logps`` are the full distribution's at the sampling temperature, from one training-style forward, so
+    ``top_k`` and ``top_p`` are refused: their truncated distribution would differ from it.
 
     Args:
         model: a transformers causal LM prepared by :func:`grpo_moe.adapters.hf_head.add_token_logps`.
@@ -31,13 +31,13 @@ class HFEngine:
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.stop_ids = stop_token_ids(model, tokenizer)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
+    def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
         """Completions [P][G].
 
         Raises:
             ValueError: an empty prompt, one that fills the context, or truncated sampling.
         """
-        check_prompts(prompts, context_length(self.model))
+        prompts = as_prompts(prompts, context_length(self.model))
         if sampling.top_k or sampling.top_p < 1:
             raise ValueError(
                 f"top_k and top_p must be 0 and 1 with HFEngine, got {sampling.top_k} and {sampling.top_p}; "

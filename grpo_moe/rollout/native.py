@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM, RingCache
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import check_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, uniforms
+from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, uniforms
 from .sampling import draw, sampling_logps
 
 
@@ -33,13 +34,13 @@ class NativeEngine:
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.stop_ids = stop_token_ids(model, tokenizer)
 
-    def generate(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[list[Completion]]:
-        """Completions [P][G]; ``logps`` are those of the sampled distribution in fp32.
+    def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
+        """Completions [P][G]; ``sampling_logps`` are those of the sampled distribution in fp32.
 
         Raises:
             ValueError: an empty prompt or one that fills the context.
         """
-        check_prompts(prompts, context_length(self.model))
+        prompts = as_prompts(prompts, context_length(self.model))
         per_turn = max(1, self.max_rows // sampling.num_generations)
         completions = []
         keys = sequence_keys(prompts, sampling).view(-1, sampling.num_generations)
@@ -138,4 +139,4 @@ def with_text(completions: list[Completion], tokenizer) -> list[Completion]:
     if tokenizer is None:
         return completions
     texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    return [Completion(c.token_ids, c.logps, c.finish_reason, text) for c, text in zip(completions, texts, strict=True)]
+    return [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]

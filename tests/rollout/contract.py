@@ -38,7 +38,9 @@ def sampled_logps_equal_the_training_forward(engine, model, prompts, temperature
                 completion_mask=torch.ones_like(tokens, dtype=torch.bool),
                 temperature=temperature,
             )
-            torch.testing.assert_close(torch.tensor([completion.logps]), scored.logps, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                torch.tensor([completion.sampling_logps]), scored.logps, rtol=tolerance, atol=tolerance
+            )
 
 
 def flags_come_back(engine, model, prompts):

@@ -55,6 +55,12 @@ def test_samples_depend_on_the_seed_and_the_prompt_alone():
     assert len({c for group in together for c in group}) > 20
 
 
+def test_plain_token_ids_are_prompts_too():
+    engine, _ = engine_and_model()
+    sampling = SamplingParams(6, num_generations=2)
+    assert engine.generate([[5, 6, 7]], sampling) == engine.generate([Prompt((5, 6, 7))], sampling)
+
+
 def test_the_same_prompt_twice_draws_different_completions():
     engine, _ = engine_and_model()
     first, second = tokens(engine.generate([prompt(5), prompt(5)], SamplingParams(10, num_generations=2)))
@@ -88,7 +94,7 @@ def test_top_k_and_top_p_report_the_truncated_distribution():
         renormalised = logits[kept].log_softmax(0)
         for completion in group[:20]:
             expected = renormalised[kept.index(completion.token_ids[0])]
-            assert abs(completion.logps[0] - expected) < 1e-5
+            assert abs(completion.sampling_logps[0] - expected) < 1e-5
 
 
 def test_every_eos_id_ends_a_sequence():

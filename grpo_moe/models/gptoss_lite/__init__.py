@@ -4,12 +4,14 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from .cache import RingCache
 from .configuration import GptOssLiteConfig
-from .convert import from_original, to_original_state_dict
 from .modeling import GptOssLiteForCausalLM, GptOssLiteModel
 
 AutoConfig.register(GptOssLiteConfig.model_type, GptOssLiteConfig, exist_ok=True)
 AutoModel.register(GptOssLiteConfig, GptOssLiteModel, exist_ok=True)
 AutoModelForCausalLM.register(GptOssLiteConfig, GptOssLiteForCausalLM, exist_ok=True)
+
+from_original = GptOssLiteForCausalLM.from_original
+to_original_state_dict = GptOssLiteForCausalLM.to_original_state_dict
 
 __all__ = [
     "GptOssLiteConfig",

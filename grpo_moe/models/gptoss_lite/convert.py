@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import torch
+from torch import nn
 
 from .configuration import GptOssLiteConfig
-from .modeling import GptOssLiteForCausalLM
 
 CONFIG_NAMES = {
     "vocab_size": "vocab_size",
@@ -71,35 +71,31 @@ def config_from_original(config_dict: dict) -> GptOssLiteConfig:
     return GptOssLiteConfig(**{ours: config_dict[name] for name, ours in CONFIG_NAMES.items() if name in config_dict})
 
 
-def from_original(config_dict: dict, state_dict: dict[str, torch.Tensor]) -> GptOssLiteForCausalLM:
-    """Builds our model from the original's configuration and weights, in the dtype of the weights.
-
-    Raises:
-        ValueError: weights missing, left over, or of another shape.
-    """
-    config = config_from_original(config_dict)
-    model = GptOssLiteForCausalLM(config).to(state_dict["embed.weight"].dtype)
-    expected = to_original_state_dict(model)
-    missing, extra = set(expected) - set(state_dict), set(state_dict) - set(expected)
-    if missing or extra:
-        raise ValueError(f"state_dict must fit the configuration: missing {sorted(missing)}, left over {sorted(extra)}")
-    for name, tensor in expected.items():
-        if tensor.shape != state_dict[name].shape:
-            raise ValueError(f"{name} must be of shape {tuple(tensor.shape)}, got {tuple(state_dict[name].shape)}")
-    with torch.no_grad():
-        for name, view in expected.items():
-            view.copy_(state_dict[name])
-    return model
-
-
-def to_original_state_dict(model: GptOssLiteForCausalLM) -> dict[str, torch.Tensor]:
-    """The model's weights under the original's names: views into the parameters, so writing to them loads the model."""
+def original_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The weights of a GptOssLiteForCausalLM under the original's names: views into its parameters."""
     original: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" and model.config.tie_word_embeddings:
             continue
         original.update(_original_views(name, tensor, model.config))
     return original
+
+
+@torch.no_grad()
+def load_original_state_dict(model: nn.Module, state_dict: dict[str, torch.Tensor]) -> None:
+    """Copies the original's weights into a GptOssLiteForCausalLM.
+
+    Raises:
+        ValueError: weights missing, left over, or of another shape.
+    """
+    views = original_state_dict(model)
+    missing, extra = set(views) - set(state_dict), set(state_dict) - set(views)
+    if missing or extra:
+        raise ValueError(f"state_dict must fit the configuration: missing {sorted(missing)}, left over {sorted(extra)}")
+    for name, view in views.items():
+        if view.shape != state_dict[name].shape:
+            raise ValueError(f"{name} must be of shape {tuple(view.shape)}, got {tuple(state_dict[name].shape)}")
+        view.copy_(state_dict[name])
 
 
 def _original_views(name, tensor, config) -> dict[str, torch.Tensor]:

@@ -13,6 +13,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from .attention import AttentionMasks, GptOssLiteAttention
 from .cache import RingCache
 from .configuration import GptOssLiteConfig
+from .convert import config_from_original, load_original_state_dict, original_state_dict
 from .moe import GptOssLiteExperts, GptOssLiteMoE, GptOssLiteRouter, load_balancing_loss
 from .rope import rotary_tables
 
@@ -205,6 +206,22 @@ class GptOssLiteForCausalLM(GptOssLitePreTrainedModel, GenerationMixin):
         self.model = GptOssLiteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    @classmethod
+    def from_original(cls, config_dict: dict, state_dict: dict[str, torch.Tensor]) -> GptOssLiteForCausalLM:
+        """Builds a model from the original's configuration and weights, in the dtype of the weights.
+
+        Raises:
+            ValueError: an unknown configuration field, or weights missing, left over, or of another shape.
+        """
+        model = cls(config_from_original(config_dict))
+        model.to(next(iter(state_dict.values())).dtype if state_dict else model.dtype)
+        load_original_state_dict(model, state_dict)
+        return model
+
+    def to_original_state_dict(self) -> dict[str, torch.Tensor]:
+        """The weights under the original's names, without copies."""
+        return original_state_dict(self)
 
     def forward(
         self,
