@@ -56,7 +56,7 @@ def test_interrupted_by_a_signal_it_goes_on_where_it_stopped(tmp_path):
     assert summary["steps"] == stopped + 4
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if "reward" in line]
-    assert steps == list(range(2, stopped + 5, 2))
+    assert steps == list(range(4, stopped + 5, 4))
 
 
 def test_two_processes_end_with_equal_parameters(tmp_path):
