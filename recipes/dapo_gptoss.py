@@ -3,7 +3,8 @@
     accelerate launch recipes/dapo_gptoss.py                                   # the embedded default: Countdown
     accelerate launch recipes/dapo_gptoss.py --preset gpu --bf16               # larger policy, harder Countdown
     accelerate launch --cpu --num_processes 2 recipes/dapo_gptoss.py           # two processes
-    accelerate launch recipes/dapo_gptoss.py --model_name_or_path Qwen/Qwen3-30B-A3B --task reasoning_gym:countdown
+    accelerate launch recipes/dapo_gptoss.py --model_name_or_path allenai/OLMoE-1B-7B-0924-Instruct \
+        --task reasoning_gym:countdown --bf16 --learning_rate 1e-6
     accelerate launch recipes/dapo_gptoss.py --resume_from_checkpoint          # goes on after an interruption
 
 Algorithm (DAPO, arXiv 2503.14476): clip-higher 0.2 / 0.28, token-mean loss over the exact count of each update, groups
@@ -21,6 +22,8 @@ from accelerate import PartialState
 from tasks import PRESETS, default_preset, make_task, warm_started_policy
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
+from grpo_moe.rl.checkpoint import check_run_folder
+from grpo_moe.rl.launch import start_all_processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +33,7 @@ class RecipeConfig:
     model_name_or_path: str | None = field(
         default=None, metadata={"help": "Local folder or hub id of a causal LM; the embedded policy if unset."}
     )
-    task: str = field(
-        default="countdown", metadata={"help": "countdown, reasoning_gym:<name>, or dataset with --dataset_name."}
-    )
+    task: str = field(default="countdown", metadata={"help": "countdown, or reasoning_gym:<name>."})
     dataset_name: str | None = field(
         default=None, metadata={"help": "Hub id, file or folder with the columns prompt and answer."}
     )
@@ -47,6 +48,8 @@ class RecipeConfig:
             raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
         if self.warm_start_steps is not None and self.warm_start_steps < 1:
             raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}")
+        if self.dataset_name is not None and self.task != "countdown":
+            raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}")
         if self.model_name_or_path is None and (self.task != "countdown" or self.dataset_name is not None):
             raise ValueError(
                 "model_name_or_path must be set with another task or dataset, got None; the embedded policy only knows "
@@ -56,17 +59,25 @@ class RecipeConfig:
 
 def main() -> None:
     """Runs the recipe."""
+    start_all_processes()
     (recipe,) = parse_args(RecipeConfig, known_only=True)
     preset, own_policy = PRESETS[recipe.preset], recipe.model_name_or_path is None
     dapo = {"dynamic_sampling": True, "epsilon_high": 0.28, "output_dir": "runs/dapo_gptoss", "save_steps": 20}
     recipe, args = parse_args(RecipeConfig, GRPOConfig, defaults=dapo | (preset.training if own_policy else {}))
     task = make_task(recipe.task, recipe.dataset_name, preset.countdown, args.seed)
 
+    check_run_folder(args.output_dir, args.resume_from_checkpoint)
     state = PartialState(cpu=args.use_cpu)
     if state.device.type == "cpu":  # accelerate launch would leave one thread
-        torch.set_num_threads(max(1, os.cpu_count() // state.num_processes))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // state.num_processes))
     model, tokenizer = recipe.model_name_or_path, None
     if own_policy:
+        room = preset.model["max_position_embeddings"]
+        if args.max_completion_length >= room // 2:
+            raise ValueError(
+                f"max_completion_length must be below {room // 2} with the embedded policy, whose context is {room}, "
+                f"got {args.max_completion_length}"
+            )
         model, tokenizer = warm_started_policy(preset, args.seed, recipe.cache_dir, recipe.warm_start_steps)
     trainer = GRPOTrainer(
         model, task.reward, args, task.train_dataset, eval_dataset=task.eval_dataset, processing_class=tokenizer

@@ -176,14 +176,20 @@ def dataset_task(name: str) -> Task:
     Raises:
         ValueError: nothing is found there.
     """
-    suffix = Path(name).suffix.lstrip(".").replace("jsonl", "json")
+    kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(name).suffix)
     try:
-        data = load_dataset(suffix, data_files=name) if Path(name).is_file() else load_dataset(name)
-    except (FileNotFoundError, ValueError, ConnectionError) as error:
+        data = load_dataset(kind, data_files=name) if kind and Path(name).is_file() else load_dataset(name)
+        train = data["train"]
+    except Exception as error:  # of many kinds: no files, no network, damaged rows, no such split
         raise ValueError(
-            f"dataset_name must be a dataset of the hub, a file or a folder, got {name!r}: {error}"
+            f"dataset_name must be a hub dataset, a folder, or a jsonl, csv or parquet file, got {name!r}: {error}"
         ) from error
-    train = data["train"]
+    missing = [column for column in ("prompt", "answer") if column not in train.column_names]
+    if missing or len(train) < 2:
+        raise ValueError(
+            f"dataset_name must have two or more rows with the columns prompt and answer, got {len(train)} rows with "
+            f"{', '.join(train.column_names)} in {name!r}"
+        )
     if "test" in data:
         return Task(train, data["test"].select(range(min(500, len(data["test"])))), answer_reward)
     held_out = train.train_test_split(test_size=max(1, min(500, len(train) // 10)), seed=0)

@@ -10,7 +10,6 @@ LAYERS = {
     "rollout": 2, "data": 2,
     "rl": 3, "cli": 4,
 }  # fmt: skip
-ALLOWED_BETWEEN_EQUALS = {("rollout", "rollout")}
 
 
 def imported_modules(path: Path):
@@ -21,7 +20,9 @@ def imported_modules(path: Path):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
-            yield f"{base}.{node.module or ''}".strip(".") if base else node.module
+            module = f"{base}.{node.module or ''}".strip(".") if base else node.module
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)  # the name may be a module itself
 
 
 def package_files():
@@ -41,7 +42,7 @@ def test_imports_go_down_the_layers():
             continue
         for module in imported_modules(path):
             other = part_of(module)
-            if other is None or other == own:
+            if other not in LAYERS or other == own:
                 continue
             if LAYERS[other] >= LAYERS[own]:
                 wrong.append(f"{path.relative_to(ROOT)} imports {module}")

@@ -31,3 +31,4 @@ def _is_silu(module) -> bool:
 
 
 ALL_EXPERTS_FUNCTIONS.register("stacked", stacked)
+ALL_EXPERTS_FUNCTIONS.register("grpo_moe", stacked)  # our best implementation for the model

@@ -31,19 +31,21 @@ def add_token_logps(model):
         The same model.
 
     Raises:
-        ValueError: LoRA on the head, whose delta the head's weight does not hold.
+        ValueError: a PEFT model, or LoRA on the head, whose delta the head's weight does not hold.
     """
     if getattr(model, "_has_token_logps", False):
         return model
+    if hasattr(model, "peft_config"):
+        raise ValueError("model must be a plain transformers model, got one with PEFT adapters; merge them first")
     head = model.get_output_embeddings()
     if head is None or hasattr(head, "lora_A"):
         raise ValueError(f"the head of {type(model).__name__} must be a plain linear layer, got {type(head).__name__}")
-    original, transform = model.forward, head_transform(model.config)
+    transform = head_transform(model.config)
 
     @functools.wraps(type(model).forward)  # generate() checks its keyword arguments against this signature
     def forward(self, *args, completion_ids=None, **kwargs):
         if completion_ids is None:
-            return original(*args, **kwargs)
+            return type(self).forward(self, *args, **kwargs)  # not a bound method: a copy of the model stays a copy
         return _token_logps_forward(self, completion_ids, transform, **kwargs)
 
     model.forward = types.MethodType(forward, model)

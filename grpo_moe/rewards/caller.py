@@ -44,7 +44,7 @@ class RewardCaller:
     """
 
     def __init__(self, reward_funcs: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None):
-        self.functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs)
+        self.functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
         if not self.functions:
             raise ValueError("reward_funcs must hold at least one function, got none")
         for function in self.functions:

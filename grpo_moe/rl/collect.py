@@ -17,10 +17,8 @@ from grpo_moe.types import Completion, Message, Prompt, SamplingParams
 
 from .advantages import group_advantages, reward_spread
 from .batch import Group
-from .config import GRPOConfig
+from .config import MAX_OVERSAMPLING, GRPOConfig
 from .metrics import PhaseTimer
-
-MAX_OVERSAMPLING = 4.0  # a round draws at most this many times the prompts that are missing
 
 
 @dataclass(frozen=True)
@@ -74,11 +72,15 @@ class Collector:
             rounds += 1
         return Rollout(kept[:wanted], generated, rounds)
 
-    def generate_groups(self, prompts: Sequence[Prompt], sampling: SamplingParams) -> list[Group]:
-        """One scored group a prompt."""
-        with self.timer("rollout"), self.accelerator.autocast():
+    def generate_groups(
+        self, prompts: Sequence[Prompt], sampling: SamplingParams, phases: tuple[str, str] = ("rollout", "reward")
+    ) -> list[Group]:
+        """One scored group a prompt; the seconds of generation and scoring count under the two phases."""
+        if not prompts:
+            return []
+        with self.timer(phases[0]), self.accelerator.autocast():
             completions = self.engine.generate(prompts, sampling)
-        with self.timer("reward"):
+        with self.timer(phases[1]):
             return self._score(prompts, completions)
 
     def advantages(self, groups: Sequence[Group]) -> torch.Tensor:
@@ -111,8 +113,7 @@ class Collector:
     def _score(self, prompts, completions):
         flat = [c for group in completions for c in group]
         repeated = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
-        names = prompts[0].columns if prompts else ()
-        columns = {name: [p.columns[name] for p in repeated] for name in names}
+        columns = {name: [p.columns[name] for p in repeated] for name in prompts[0].columns}
         scored = self.rewards(
             [p.raw for p in repeated],
             [as_prompted(p, c) for p, c in zip(repeated, flat, strict=True)],

@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import yaml
 from accelerate.utils import LoggerType
-from transformers import HfArgumentParser, SchedulerType
+from transformers import HfArgumentParser
 
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl.advantages import resolve_scale
+
+MAX_OVERSAMPLING = 4.0  # a round of dynamic sampling draws at most this many times the prompts that are missing
+SCHEDULES = (  # those of transformers.get_scheduler that need no further options
+    "constant",
+    "constant_with_warmup",
+    "linear",
+    "cosine",
+    "cosine_with_restarts",
+    "polynomial",
+    "inverse_sqrt",
+)
 
 
 def _option(default: Any, text: str, **metadata: Any) -> Any:
@@ -26,7 +38,8 @@ class GRPOConfig(LossConfig):
     Names are TRL's where TRL has the option. Where the behaviour differs:
 
     - the loss is normalised by the exact token (or sequence) count of each optimiser step, over all micro-batches and
-      processes, for every loss type; splitting a batch differently never changes the update;
+      processes, for every loss type; splitting a batch differently never changes the update (except under
+      ``top_entropy_quantile`` and ``router_aux_loss_coef``, which look at one micro-batch);
     - ``dynamic_sampling`` exists; ``top_k`` and ``top_p`` are refused in training, since the loss scores tokens under
       the full distribution;
     - ``router_aux_loss_coef`` is 0 whatever the model's config says;
@@ -103,11 +116,11 @@ class GRPOConfig(LossConfig):
     resume_from_checkpoint: str | None = _option(
         None, "Folder of a checkpoint, or 'latest' (also without a value).", nargs="?", const="latest"
     )
-    logging_steps: int = _option(1, "Write metrics every this many rollouts.")
-    log_completions: bool = _option(True, "Write the completions of logged rollouts as parquet.")
+    log_completions: bool = _option(True, "Write the completions of each rollout as parquet.")
     show_progress: bool = _option(True, "Show progress, curves and samples in the terminal.")
 
     def __post_init__(self):
+        self._check_types()
         if self.steps_per_generation is None:
             object.__setattr__(self, "steps_per_generation", self.gradient_accumulation_steps)
         resolve_scale(self.scale_rewards)
@@ -131,9 +144,22 @@ class GRPOConfig(LossConfig):
         """Prompts that one process takes for a rollout."""
         return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
 
+    def _check_types(self):
+        """Values from YAML or a script may be of any type; the rules below compare numbers."""
+        for name, hint in get_type_hints(type(self)).items():
+            allowed = get_args(hint) or (hint,)
+            value = getattr(self, name)
+            number_fits = float in allowed and isinstance(value, int)
+            fits = isinstance(value, allowed) and (isinstance(value, bool) == (bool in allowed) or value is None)
+            if not fits and not (number_fits and not isinstance(value, bool)):
+                names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+                raise ValueError(f"{name} must be {names}, got {value!r}; check its type")
+            if isinstance(value, float) and math.isnan(value):
+                raise ValueError(f"{name} must be a number, got {value!r}; leave it out for its default")
+
     def _own_names(self):
         choices = {
-            "lr_scheduler_type": [kind.value for kind in SchedulerType],
+            "lr_scheduler_type": SCHEDULES,
             "report_to": [None, "none", *(kind.value for kind in LoggerType)],
         }
         for name, known in choices.items():
@@ -151,22 +177,36 @@ class GRPOConfig(LossConfig):
                     "max_steps",
                     "max_completion_length",
                     "dynamic_sampling_max_rounds",
-                    "dynamic_sampling_oversampling",
                     "save_total_limit",
-                    "logging_steps",
                     "eval_steps",
                     "save_steps",
                 ),
                 (1, "give a positive number"),
             ),
             **dict.fromkeys(
-                ("seed", "warmup_steps", "learning_rate", "max_grad_norm", "router_aux_loss_coef", "weight_decay"),
+                (
+                    "seed",
+                    "warmup_steps",
+                    "learning_rate",
+                    "max_grad_norm",
+                    "router_aux_loss_coef",
+                    "weight_decay",
+                    "eval_temperature",
+                ),
                 (0, "give 0 or a positive number"),
             ),
         }
         for name, (least, fix) in at_least.items():
             value = getattr(self, name)
             yield value is None or value >= least, name, f"at least {least}", fix
+        for name in ("adam_beta1", "adam_beta2"):
+            yield 0 <= getattr(self, name) < 1, name, "in [0, 1)", "0.9 and 0.999 are usual"
+        yield self.adam_epsilon > 0, "adam_epsilon", "positive", "1e-8 is usual"
+        yield self.seed < 2**31, "seed", "below 2**31", "choose a smaller one"
+        yield math.isfinite(self.learning_rate), "learning_rate", "finite", "1e-6 is usual"
+        rule = f"in 1..{MAX_OVERSAMPLING:g}"
+        fits = 1 <= self.dynamic_sampling_oversampling <= MAX_OVERSAMPLING
+        yield fits, "dynamic_sampling_oversampling", rule, "1 draws as many prompts as are needed"
         seconds = self.max_train_seconds
         yield seconds is None or seconds > 0, "max_train_seconds", "positive", "leave it out for no limit"
 
@@ -221,8 +261,11 @@ def parse_args(
 def _read_yaml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
-    with open(path, encoding="utf-8") as file:
-        content = yaml.safe_load(file) or {}
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file) or {}
+    except (OSError, yaml.YAMLError) as error:
+        raise ValueError(f"--config must be a YAML file, got {path}: {error}") from error
     if not isinstance(content, dict):
         raise ValueError(
             f"--config must be a YAML file of 'option: value' lines, got {type(content).__name__} in {path}"

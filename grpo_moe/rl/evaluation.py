@@ -9,6 +9,7 @@ from accelerate.utils import gather_object
 
 from grpo_moe.types import Prompt, SamplingParams
 
+from .advantages import reward_spread
 from .batch import Group
 from .collect import Collector
 
@@ -23,7 +24,11 @@ def evaluate(collector: Collector, prompts: Sequence[Prompt]) -> tuple[dict[str,
     args, accelerator = collector.args, collector.accelerator
     mine = prompts[accelerator.process_index :: accelerator.num_processes]
     sampled, greedy = (
-        collector.generate_groups(mine, SamplingParams(args.max_completion_length, temperature=t, seed=args.seed))
+        collector.generate_groups(
+            mine,
+            SamplingParams(args.max_completion_length, temperature=t, seed=args.seed),
+            phases=("evaluation", "evaluation"),
+        )
         for t in (args.eval_temperature, 0.0)
     )
     totals = {
@@ -56,11 +61,10 @@ def rollout_metrics(groups: list[Group], names: Sequence[str], threshold: float)
     completions = [c for g in groups for c in g.completions]
     lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
     truncated = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.float64)
-    spread = rewards.nan_to_num().amax(1) - rewards.nan_to_num().amin(1)
     means = {
         "reward": rewards.nanmean(),
-        "reward_std": rewards.nan_to_num().std(1).mean(),
-        "frac_reward_zero_std": (spread == 0).double().mean(),
+        "reward_std": torch.stack([_sample_std(row[~row.isnan()]) for row in rewards]).mean(),
+        "frac_reward_zero_std": (reward_spread(rewards) == 0).double().mean(),
         "pass_rate": (scores >= threshold).double().mean(),
         "completions/mean_length": lengths.mean(),
         "completions/clipped_ratio": truncated.mean(),
@@ -68,3 +72,7 @@ def rollout_metrics(groups: list[Group], names: Sequence[str], threshold: float)
     for number, name in enumerate(names):
         means[f"rewards/{name}"] = torch.tensor([g.values[number] for g in groups]).nanmean()
     return {name: (float(value), float(len(completions))) for name, value in means.items()}
+
+
+def _sample_std(values: torch.Tensor) -> torch.Tensor:
+    return values.std() if len(values) > 1 else values.new_zeros(())

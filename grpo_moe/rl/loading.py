@@ -19,9 +19,11 @@ def load_policy(model: str | PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
     Raises:
         ValueError: nothing is found there.
     """
-    if not isinstance(model, str):
+    if isinstance(model, PreTrainedModel):
         return model
-    return _from_pretrained(AutoModelForCausalLM, model, "a causal language model", dtype=torch.float32, **kwargs)
+    if not isinstance(model, str | os.PathLike) or not str(model):
+        raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}")
+    return _from_pretrained(AutoModelForCausalLM, model, "model_name_or_path", dtype=torch.float32, **kwargs)
 
 
 def load_tokenizer(
@@ -34,10 +36,23 @@ def load_tokenizer(
     """
     if processing_class is not None and not isinstance(processing_class, str):
         return processing_class
-    path = processing_class or (model if isinstance(model, str) else model.config._name_or_path)
+    if processing_class is not None and not isinstance(processing_class, str | PreTrainedTokenizerBase):
+        raise ValueError(f"processing_class must be a tokenizer, a folder or a hub id, got {processing_class!r}")
+    path = processing_class or (model.config._name_or_path if isinstance(model, PreTrainedModel) else model)
     if not path:
         raise ValueError("processing_class must be given with a model that was not loaded from a path, got None")
-    return _from_pretrained(AutoTokenizer, path, "a tokenizer")
+    return _from_pretrained(AutoTokenizer, path, "processing_class")
+
+
+def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer with more tokens than the model has embeddings.
+
+    Raises:
+        ValueError: naming both sizes.
+    """
+    size = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > size:
+        raise ValueError(f"processing_class must have at most the model's {size} tokens, got {len(tokenizer)}")
 
 
 def reference_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -56,13 +71,12 @@ def disable_dropout(model: nn.Module) -> None:
                 setattr(module, name, 0.0)
 
 
-def _from_pretrained(auto_class, path: str, kind: str, **kwargs: Any):
+def _from_pretrained(auto_class, path: str | os.PathLike, name: str, **kwargs: Any):
+    path = str(path)
     looks_local = path.startswith((".", "/", "~")) or path.count("/") > 1
     if looks_local and not os.path.isdir(path):
-        raise ValueError(f"model_name_or_path must be a folder or a hub id, got {path!r}; there is no such folder")
+        raise ValueError(f"{name} must be in a folder or on the hub, got {path!r}; there is no such folder")
     try:
         return auto_class.from_pretrained(path, **kwargs)
-    except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model_name_or_path must name {kind}, got {path!r}; neither a folder nor the hub gave one: {error}"
-        ) from error
+    except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
+        raise ValueError(f"{name} must be in a folder or on the hub, got {path!r}: {error}") from error

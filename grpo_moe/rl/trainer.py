@@ -17,21 +17,20 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, completion_logps
 from grpo_moe.data import PromptSource
-from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM
 from grpo_moe.ops import grpo_loss_from_logps
 from grpo_moe.rewards import RewardCaller
-from grpo_moe.rollout import HFEngine, NativeEngine, RolloutEngine
+from grpo_moe.rollout import RolloutEngine, default_engine
 from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
 from .batch import Group, collate, micro_batches, select, windows
-from .checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
 from .collect import Collector, as_prompted
 from .config import GRPOConfig
-from .display import make_display
+from .display import NullDisplay, make_display
 from .evaluation import evaluate, rollout_metrics
 from .interrupt import InterruptGuard
-from .loading import disable_dropout, load_policy, load_tokenizer, reference_model
+from .loading import check_vocabulary, disable_dropout, load_policy, load_tokenizer, reference_model
 from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 from .report import plot_curves, versions, write_completions, write_summary
 
@@ -43,6 +42,7 @@ SAMPLES_SHOWN = 3
 class TrainerState:
     """What a checkpoint keeps besides weights and optimiser: all randomness is a function of it and the seed."""
 
+    run_id: str = ""
     step: int = 0
     """Optimiser updates counted, skipped ones included."""
     rollouts: int = 0
@@ -86,9 +86,15 @@ class GRPOTrainer:
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self._earlier_seconds: dict[str, float] = {}
+        self.writer: MetricsWriter | None = None
+        self.display = NullDisplay()
+        if not isinstance(args, GRPOConfig):
+            raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
+        check_run_folder(args.output_dir, args.resume_from_checkpoint)
         self.rewards = RewardCaller(reward_funcs, reward_weights)
         self.tokenizer = load_tokenizer(processing_class, model)
         policy = load_policy(model)
+        check_vocabulary(policy, self.tokenizer)
         room = context_length(policy) - args.max_completion_length
         if room < 1:
             raise ValueError(
@@ -98,26 +104,29 @@ class GRPOTrainer:
         self.source = PromptSource(
             train_dataset, self.tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, max_prompt_tokens=room
         )
+        self._check_rewards(self.source)
         self.eval_prompts = []
         if eval_dataset is not None:
-            self.eval_prompts = PromptSource(eval_dataset, self.tokenizer, seed=0, max_prompt_tokens=room).all()
-        self._check_rewards()
+            evaluation = PromptSource(eval_dataset, self.tokenizer, seed=0, max_prompt_tokens=room)
+            self._check_rewards(evaluation)
+            self.eval_prompts = evaluation.all()
 
         self.accelerator = Accelerator(
-            mixed_precision="bf16" if args.bf16 else "no",
+            mixed_precision="bf16" if args.bf16 else None,  # None: as accelerate was launched
             cpu=args.use_cpu,
             log_with=args.report_to if args.report_to != "none" else None,
             project_dir=args.output_dir,
         )
+        self.accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
         self._prepare(policy)
-        engine = rollout_engine or self._default_engine()
+        engine = rollout_engine or default_engine(self.policy, self.tokenizer)
         self.collector = Collector(engine, self.rewards, args, self.accelerator, self.timer)
 
-    def train(self, resume_from_checkpoint: str | None = None) -> dict[str, Any]:
+    def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
         """Trains until ``max_steps`` or ``max_train_seconds`` and returns the summary that it also writes.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder or "latest"; by default that of the options.
+            resume_from_checkpoint: a checkpoint folder, or "latest" (or True); by default that of the options.
 
         Raises:
             KeyboardInterrupt: after SIGINT or SIGTERM, once the step is done and a checkpoint written.
@@ -147,9 +156,9 @@ class GRPOTrainer:
                     path = self.save_checkpoint()
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
+            self._check_ranks_agree()
+            self.save_model()
             self.state.evaluations["after"] = self.evaluate()
-        self._check_ranks_agree()
-        self.save_model()
         self.accelerator.end_training()
         return self._write_summary()
 
@@ -170,8 +179,8 @@ class GRPOTrainer:
         with self.timer("update"):
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
-                    for rows in window.micro_batches:
-                        with self._sync_on_last(rows, window):
+                    for number, rows in enumerate(window.micro_batches, start=1):
+                        with self._sync(number == len(window.micro_batches)):
                             loss = self.loss(select(batch, rows), window, metrics)
                             self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
                     self.optimizer_step(window, metrics)
@@ -191,11 +200,15 @@ class GRPOTrainer:
     def minibatches(self, batch: RolloutBatch, num_rows: int) -> list[Window]:
         """The first ``num_rows`` rows dealt into optimiser windows, each with its counts over all processes.
 
+        The rows of all processes are shuffled as one list, so the windows do not depend on the number of processes.
         Every process gets the same number of windows, and in each the same number of micro-batches: a process with
         fewer rows fills up with empty ones, so that no collective is missed.
         """
+        rows_by_process = gather_object([num_rows])
+        first = sum(rows_by_process[: self.accelerator.process_index])
         generator = torch.Generator().manual_seed(self._draw_seed())
-        dealt = windows(num_rows, self.args.windows_per_rollout, generator)
+        dealt = windows(sum(rows_by_process), self.args.windows_per_rollout, generator)
+        dealt = [rows[(first <= rows) & (rows < first + num_rows)] - first for rows in dealt]
         parts = [micro_batches(batch, rows, self.args.per_device_train_batch_size) for rows in dealt]
         mask = batch.completion_mask.sum(1).cpu()
         mine = [(len(part), int(mask[rows].sum()), len(rows)) for part, rows in zip(parts, dealt, strict=True)]
@@ -255,8 +268,8 @@ class GRPOTrainer:
         """Pass rate and reward on the evaluation prompts; empty without an eval_dataset."""
         if not self.eval_prompts:
             return {}
-        with self.timer("evaluation"):
-            metrics, groups = evaluate(self.collector, self.eval_prompts)
+        metrics, groups = evaluate(self.collector, self.eval_prompts)
+        self.timer.step_seconds()  # not those of the next step
         self._log({"step": self.state.step, **metrics})
         self._show(groups)
         return metrics
@@ -276,6 +289,7 @@ class GRPOTrainer:
             **asdict(self.state),
             "source": self.source.state_dict(),
             "num_processes": self.accelerator.num_processes,
+            "config": asdict(self.args),
         }
         return save_checkpoint(self.accelerator, state, self.args.output_dir, keep=self.args.save_total_limit)
 
@@ -295,7 +309,7 @@ class GRPOTrainer:
         if args.gradient_checkpointing:  # renamed in transformers 5.24
             enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
             enable({"use_reentrant": False})
-        if args.router_aux_loss_coef and not isinstance(policy, GptOssLiteForCausalLM):
+        if args.router_aux_loss_coef and not getattr(policy, "returns_aux_loss", False):
             raise ValueError(
                 f"router_aux_loss_coef must be 0 for {type(policy).__name__}, got {args.router_aux_loss_coef}; "
                 "its base model returns no load-balancing loss"
@@ -303,8 +317,11 @@ class GRPOTrainer:
         self.reference = reference_model(policy).to(self.accelerator.device) if args.beta else None
         self.policy = add_token_logps(policy).to(self.accelerator.device)
         check_head(self.policy)
+        trainable = [p for p in policy.parameters() if p.requires_grad]
+        if not trainable:
+            raise ValueError("model must have parameters that require gradients, got none; unfreeze some")
         optimizer = torch.optim.AdamW(
-            [p for p in policy.parameters() if p.requires_grad],
+            trainable,
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,
@@ -316,22 +333,20 @@ class GRPOTrainer:
         self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
         self.model.train()
 
-    def _default_engine(self) -> RolloutEngine:
-        engine = NativeEngine if isinstance(self.policy, GptOssLiteForCausalLM) else HFEngine
-        return engine(self.policy, self.tokenizer)
-
-    def _check_rewards(self) -> None:
-        prompts = [self.source[row] for row in range(min(2, len(self.source)))]
+    def _check_rewards(self, source: PromptSource) -> None:
+        prompts = [source[row] for row in range(min(2, len(source)))]
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         self.rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})
 
-    def _resume(self, name: str | None) -> None:
-        path = None if name is None else find_checkpoint(name, self.args.output_dir)
+    def _resume(self, name: str | bool | None) -> None:
+        path = find_checkpoint(name, self.args.output_dir) if name else None
         if path is None:
-            if name is not None and self.accelerator.is_main_process:
-                print(f"No checkpoint in {self.args.output_dir} yet: training starts from the beginning.")
+            if name and self.accelerator.is_main_process:
+                print(f"No checkpoint of the last run in {self.args.output_dir}: training starts from the beginning.")
+            if self.accelerator.is_main_process:
+                self.state.run_id = start_run(self.args.output_dir)
             return
-        state = load_checkpoint(self.accelerator, path)
+        state = load_checkpoint(self.accelerator, path, asdict(self.args))
         self.source.load_state_dict(state["source"])
         self.state = TrainerState(**{name: state[name] for name in asdict(TrainerState())})
         self._earlier_seconds = self.state.phase_seconds
@@ -374,11 +389,11 @@ class GRPOTrainer:
             part = select(batch, rows)
             with self.accelerator.autocast():
                 scored = self._forward(model, part)
-            logps[rows, : part.completion_ids.shape[1]] = scored.logps
+            logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
         return logps
 
-    def _sync_on_last(self, rows: torch.Tensor, window: Window):
-        last = rows is window.micro_batches[-1]
+    def _sync(self, last: bool):
+        """Gradients are reduced over the processes in the last micro-batch of a window only."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def _step_metrics(self, metrics: Metrics, rollout, advantages: torch.Tensor) -> dict[str, float]:
@@ -390,18 +405,13 @@ class GRPOTrainer:
         metrics.add_sum("sampling/groups_generated", len(rollout.generated))
         for phase, seconds in self.timer.step_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
-        if self._due_for_logs():
-            self._write_completions(rollout.kept, advantages)
+        self._write_completions(rollout.kept, advantages)
         return metrics.reduce(self.accelerator)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         epoch = self.source.position / len(self.source)
         line = {"step": self.state.step, "epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
-        if self._due_for_logs():
-            self._log(line)
-
-    def _due_for_logs(self) -> bool:
-        return self.state.rollouts % self.args.logging_steps == 0
+        self._log(line)
 
     def _log(self, line: dict[str, float]) -> None:
         if self.writer is not None:
@@ -463,6 +473,8 @@ class GRPOTrainer:
             "config": asdict(self.args),
         }
         if self.accelerator.is_main_process:
+            if self.state.skipped_updates == self.state.step:
+                print("Warning: every update was skipped: no group of completions had a spread of rewards.")
             write_summary(output / "summary.json", summary)
             plot_curves(read_metrics(output / "metrics.jsonl"), output / "curves.png")
         return summary

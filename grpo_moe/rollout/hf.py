@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import GenerationConfig
 
 from grpo_moe.adapters.hf_head import completion_logps
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import as_prompts, context_length, rollout_mode, stop_token_ids
+from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids
 from .native import with_text
 
 SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
@@ -48,9 +49,10 @@ class HFEngine:
         completions = []
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with rollout_mode(self.model), torch.random.fork_rng(devices=devices):
-            torch.manual_seed(sampling.seed)
             for first in range(0, len(prompts), per_turn):
-                made = self._generate_turn(prompts[first : first + per_turn], sampling)
+                turn = prompts[first : first + per_turn]
+                torch.manual_seed(int(sequence_keys(turn, sampling)[0]) % 2**63)  # other prompts, other numbers
+                made = self._generate_turn(turn, sampling)
                 completions += [with_text(made[i : i + group], self.tokenizer) for i in range(0, len(made), group)]
         return completions
 
@@ -62,21 +64,22 @@ class HFEngine:
         pad_id = self.stop_ids[0] if self.stop_ids else 0  # masked, so any id of the vocabulary serves
         ids = _pad(prompt_ids, pad_id, side="left").to(self.model.device)
         mask = _pad([torch.ones_like(x) for x in prompt_ids], 0, side="left").to(self.model.device)
-        drawing = (
-            {"do_sample": True, "temperature": sampling.temperature} if sampling.temperature else {"do_sample": False}
-        )
-        out = self.model.generate(
-            ids,
-            attention_mask=mask,
+        # A config of our own: the model's may hold min_p, repetition_penalty, ... that the log-probabilities ignore.
+        config = GenerationConfig(
             max_new_tokens=min(sampling.max_new_tokens, context_length(self.model) - ids.shape[1]),
             num_return_sequences=sampling.num_generations,
             eos_token_id=list(self.stop_ids) or None,
             pad_token_id=pad_id,
-            top_k=0,
-            top_p=1.0,
-            **drawing,
-        )[:, ids.shape[1] :]
-        completions = [_cut(row, self.stop_ids) for row in out.tolist()]
+            do_sample=sampling.temperature > 0,
+            **({"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampling.temperature else {}),
+        )
+        own = self.model.generation_config
+        try:
+            self.model.generation_config = config  # generate() fills what a given config leaves open from the model's
+            generated = self.model.generate(ids, attention_mask=mask, generation_config=config)
+        finally:
+            self.model.generation_config = own
+        completions = [_cut(row, self.stop_ids) for row in generated[:, ids.shape[1] :].tolist()]
         rows = [p for p in prompt_ids for _ in range(sampling.num_generations)]
         return self._scored(rows, completions, sampling)
 

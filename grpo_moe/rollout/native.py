@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM, RingCache
+from grpo_moe.ops import head_logits
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, uniforms
@@ -64,7 +65,7 @@ class NativeEngine:
         hidden, uniform = hidden[rows], uniforms(keys.to(device), max(room))
         stop_ids = torch.tensor(self.stop_ids, device=device, dtype=torch.long)
         for step in range(max(room)):
-            logps = sampling_logps(self.model.lm_head(hidden), sampling)
+            logps = sampling_logps(head_logits(hidden, self.model.lm_head.weight), sampling)
             tokens = draw(logps, uniform[state.rows, step], sampling)
             state.append(step, tokens, logps.gather(1, tokens[:, None])[:, 0], torch.isin(tokens, stop_ids))
             if state.finished.all():

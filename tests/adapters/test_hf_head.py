@@ -104,6 +104,22 @@ def test_a_head_that_does_something_else_is_refused():
         check_head(model)
 
 
+def test_a_copy_of_a_prepared_model_is_a_copy():
+    model = add_token_logps(tiny_model())
+    reference, ids = copy.deepcopy(model), batch()["input_ids"]
+    expected = reference(ids).logits
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2)
+    assert torch.equal(reference(ids).logits, expected)
+
+
+def test_adapters_are_refused():
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="got one with PEFT adapters"):
+        add_token_logps(model)
+
+
 def test_lora_on_the_head_is_refused():
     model = tiny_model()
     model.lm_head.lora_A = nn.Linear(2, 2)

@@ -222,6 +222,25 @@ def test_ring_cache_refuses_more_than_it_holds():
         model(torch.ones(1, 5, dtype=torch.long), cache=cache)
 
 
+def test_ring_cache_refuses_masks_that_it_cannot_serve():
+    model, ids = tiny_model().eval(), torch.ones(2, 4, dtype=torch.long)
+    for mask in (torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]), torch.ones(2, 7)):
+        with pytest.raises(ValueError, match="with padding on the right when a RingCache"):
+            model(ids, attention_mask=mask, cache=RingCache(model.config, 2, 8))
+
+
+def test_a_static_cache_is_refused():
+    with pytest.raises(ValueError, match="static caches are not supported"):
+        tiny_model().generate(torch.ones(1, 4, dtype=torch.long), cache_implementation="static", max_new_tokens=2)
+
+
+def test_a_cache_is_refused_while_gradients_are_checkpointed():
+    model = tiny_model()
+    getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    with pytest.raises(ValueError, match="cache must be None while gradients are checkpointed"):
+        model(torch.ones(1, 4, dtype=torch.long), cache=RingCache(model.config, 1, 8))
+
+
 def test_ring_cache_halves_the_memory_of_the_default_model():
     config = GptOssLiteConfig()
     full = GptOssLiteConfig(layer_types=["full_attention"] * config.num_hidden_layers)

@@ -9,7 +9,6 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "dapo_gptoss.py")
@@ -32,7 +31,10 @@ def launch(folder, *arguments, launcher=()):
 
 
 def finish(process, timeout=240):
-    output, _ = process.communicate(timeout=timeout)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    finally:
+        process.kill()
     return process.returncode, output
 
 
@@ -59,16 +61,14 @@ def test_interrupted_by_a_signal_it_goes_on_where_it_stopped(tmp_path):
     assert steps == list(range(4, stopped + 5, 4))
 
 
-def test_two_processes_end_with_equal_parameters(tmp_path):
+def test_accelerate_launch_starts_the_processes_it_is_asked_for(tmp_path):
     launcher = ["--cpu", "--num_processes", "2"]
     code, output = finish(launch(tmp_path, "--max_steps", "4", launcher=launcher))
     assert code == 0, output
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     assert summary["num_processes"] == 2 and summary["steps"] == 4
-    assert "held-out pass_rate" in output
-    weights = load_file(tmp_path / "run" / "model" / "model.safetensors")
-    assert all(tensor.isfinite().all() for tensor in weights.values())
-    # train() itself compares the parameters of all processes and raises when they differ
+    assert output.count("held-out pass_rate") == 1
+    # tests/rl/test_distributed.py compares the parameters of two processes
 
 
 @pytest.mark.parametrize(
@@ -78,14 +78,21 @@ def test_two_processes_end_with_equal_parameters(tmp_path):
         (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
         (["--num_generations", "7"], "num_generations must be a divisor of"),
         (["--preset", "huge"], "preset must be one of cpu, gpu, got 'huge'"),
-        (["--model_name_or_path", "./nowhere"], "model_name_or_path must be a folder or a hub id, got './nowhere'"),
+        (
+            ["--model_name_or_path", "./nowhere"],
+            "model_name_or_path must be in a folder or on the hub, got './nowhere'",
+        ),
         (["--task", "chess"], "model_name_or_path must be set with another task"),
         (["--task", "chess", "--model_name_or_path", "./x"], "task must be countdown or reasoning_gym:<name>"),
+        (["--task", "chess", "--dataset_name", "x", "--model_name_or_path", "./x"], "task must be left out"),
+        (["--resume_from_checkpoint", "/nowhere"], "resume_from_checkpoint must be 'latest' or"),
+        (["--output_dir", "/proc/nowhere"], "output_dir must be a folder that can be written"),
+        (["--config", "/nowhere.yaml"], "--config must be a YAML file"),
         (
             ["--dataset_name", "./nowhere.jsonl", "--model_name_or_path", "./x"],
-            "dataset_name must be a dataset of the hub",
+            "dataset_name must be a hub dataset",
         ),
-        (["--max_completion_length", "300"], "max_completion_length must leave room for a prompt"),
+        (["--max_completion_length", "300"], "max_completion_length must be below 128"),
     ],
 )
 def test_wrong_arguments_end_with_one_clear_line(tmp_path, arguments, message, monkeypatch, capsys):

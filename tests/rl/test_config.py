@@ -23,7 +23,17 @@ from grpo_moe.rl import GRPOConfig, parse_args
         ({"loss_type": "cispo", "epsilon_high": 0.28}, "epsilon_high must be at least 1 with loss_type 'cispo'"),
         ({"temperature": 0.0}, "temperature must be"),
         ({"lr_scheduler_type": "nonsense"}, "lr_scheduler_type must be one of"),
+        ({"lr_scheduler_type": "reduce_lr_on_plateau"}, "lr_scheduler_type must be one of"),
         ({"report_to": "nonsense"}, "report_to must be one of"),
+        ({"max_steps": 3.5}, "max_steps must be int, got 3.5"),
+        ({"max_steps": True}, "max_steps must be int, got True"),
+        ({"num_generations": "4"}, "num_generations must be int, got '4'"),
+        ({"learning_rate": None}, "learning_rate must be float, got None"),
+        ({"learning_rate": float("nan")}, "learning_rate must be a number"),
+        ({"dynamic_sampling": "no"}, "dynamic_sampling must be bool"),
+        ({"adam_beta1": 2.0}, "adam_beta1 must be in \\[0, 1\\)"),
+        ({"seed": 2**64}, "seed must be below"),
+        ({"dynamic_sampling_oversampling": 10.0}, "dynamic_sampling_oversampling must be in 1..4"),
     ],
 )
 def test_wrong_options_are_named(options, message):

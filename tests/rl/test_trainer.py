@@ -173,7 +173,7 @@ def test_a_foreign_checkpoint_is_refused(tmp_path):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
     trainer(tmp_path, save_steps=2).train()
     with pytest.raises(ValueError, match="num_rows must be that of the checkpoint"):
-        trainer(tmp_path, rows=11).train(resume_from_checkpoint="latest")
+        trainer(tmp_path, rows=11).train(resume_from_checkpoint="latest")  # the second run's own, of 10 rows
 
 
 def test_resuming_without_a_checkpoint_says_so_and_starts(tmp_path, capsys):
@@ -312,10 +312,63 @@ def test_wrong_data_and_models_are_found_before_any_work(tmp_path):
         build(tmp_path, train_dataset=[{"prompt": "a", "letter": "a"}, {"prompt": "a" * 125, "letter": "a"}])
     with pytest.raises(ValueError, match="max_completion_length must leave room"):
         build(tmp_path, args=config(tmp_path, max_completion_length=200))
-    with pytest.raises(ValueError, match="model_name_or_path must be a folder or a hub id.*no such folder"):
+    with pytest.raises(ValueError, match="model_name_or_path must be in a folder or on the hub.*no such folder"):
         build(tmp_path, model=str(tmp_path / "nowhere"), processing_class=None)
     with pytest.raises(ValueError, match="processing_class must be given"):
         build(tmp_path, processing_class=None)
+
+
+def test_wrong_arguments_of_the_constructor_are_named(tmp_path):
+    for change, message in (
+        ({"model": 3}, "model must be a transformers model"),
+        ({"args": None}, "args must be a GRPOConfig"),
+        ({"reward_funcs": None}, "reward_funcs must hold at least one function"),
+        ({"processing_class": 3}, "processing_class must be a tokenizer"),
+        ({"eval_dataset": [{"prompt": "a"}]}, "raised TypeError"),
+        ({"model": tiny_model(vocab_size=20)}, "processing_class must have at most the model's 20 tokens, got 30"),
+        ({"model": tiny_model().requires_grad_(False)}, "model must have parameters that require gradients"),
+    ):
+        with pytest.raises((ValueError, RuntimeError), match=message):
+            build(tmp_path, **change)
+
+
+def test_evaluate_works_before_training(tmp_path):
+    assert set(trainer(tmp_path, eval_dataset=prompt_rows(3)).evaluate()) >= {"eval_pass_rate", "eval_reward"}
+
+
+def test_other_options_are_refused_on_resume_and_a_longer_run_is_not(tmp_path):
+    trainer(tmp_path, save_steps=2, max_steps=2).train()
+    with pytest.raises(ValueError, match="got changes learning_rate: 0.01 -> 0.5"):
+        trainer(tmp_path, learning_rate=0.5).train(resume_from_checkpoint=True)
+    assert trainer(tmp_path, max_steps=4).train(resume_from_checkpoint=True)["steps"] == 4
+
+
+def test_the_latest_checkpoint_is_one_of_the_last_run(tmp_path, capsys):
+    trainer(tmp_path, save_steps=2).train()
+    trainer(tmp_path, max_steps=2).train()  # a fresh run that saves nothing
+    assert list_checkpoints(tmp_path) == []
+    trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="latest")
+    assert "No checkpoint of the last run" in capsys.readouterr().out
+
+
+def test_a_damaged_checkpoint_is_refused(tmp_path):
+    trainer(tmp_path, save_steps=2, max_steps=2).train()
+    (path,) = list_checkpoints(tmp_path)
+    (path / "model.safetensors").write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="must be a whole checkpoint of this model"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(path))
+    (path / "grpo_state.json").write_text("{")
+    with pytest.raises(ValueError, match="must be JSON, got a damaged file"):
+        trainer(tmp_path).train(resume_from_checkpoint=str(path))
+
+
+def test_a_double_precision_policy_trains(tmp_path):
+    assert trainer(tmp_path, tiny_model().double(), max_steps=2).train()["steps"] == 2
+
+
+def test_bf16_rollouts_agree_with_training(tmp_path):
+    metrics = trainer(tmp_path, bf16=True).step()
+    assert metrics["sampling_logp_difference_max"] < 1e-4
 
 
 def test_an_aux_loss_needs_a_model_that_has_one(tmp_path):

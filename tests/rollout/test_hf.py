@@ -62,6 +62,20 @@ def test_a_seed_repeats_and_leaves_the_global_generator_alone(model):
     assert first != engine.generate(prompts, SamplingParams(8, num_generations=2, seed=2))
 
 
+def test_only_our_own_options_shape_the_sampling(model):
+    model.generation_config.update(repetition_penalty=1.5, min_p=0.9, top_k=1, do_sample=True)
+    engine = HFEngine(model, tokenizer())
+    contract.greedy_equals_full_forward(engine, model, [prompt(4), prompt(9)])
+    (group,) = engine.generate([prompt(4)], SamplingParams(1, num_generations=64))
+    assert len({c.token_ids for c in group}) > 3
+    assert model.generation_config.min_p == 0.9
+
+
+def test_other_prompts_draw_other_numbers(model):
+    first, second = HFEngine(model, tokenizer(), max_rows=4).generate([prompt(4), prompt(4)], SamplingParams(8, 4))
+    assert [c.token_ids for c in first] != [c.token_ids for c in second]
+
+
 def test_truncated_sampling_is_refused(model):
     with pytest.raises(ValueError, match="top_k and top_p must be 0 and 1"):
         HFEngine(model, tokenizer()).generate([prompt(3)], SamplingParams(4, top_k=5))

@@ -72,6 +72,8 @@ class GptOssLiteConfig(PreTrainedConfig):
             self.layer_types = [kinds[layer % 2] for layer in range(self.num_hidden_layers)]
         self._check()
         super().__post_init__(**kwargs)
+        if self._experts_implementation is None:
+            self._experts_implementation = self.moe_dispatch
 
     def _check(self) -> None:
         experts, heads, kv_heads = self.num_experts, self.num_attention_heads, self.num_key_value_heads

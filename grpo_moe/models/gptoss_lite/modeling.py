@@ -73,6 +73,7 @@ class GptOssLitePreTrainedModel(PreTrainedModel):
     _no_split_modules = ["GptOssLiteBlock"]
     _supports_sdpa = False  # SDPA has no sink; grpo_moe.ops.sink_attention does
     _can_compile_fullgraph = False
+    returns_aux_loss = True  # the base model's output has aux_loss when router logits are asked for
 
     @classmethod
     def _can_set_experts_implementation(cls) -> bool:
@@ -119,7 +120,8 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
 
         Args:
             input_ids, inputs_embeds: [B, T] or [B, T, H], one of the two.
-            attention_mask: [B, past + T], 0 for padding on either side. Padding reaches no expert.
+            attention_mask: [B, past + T], 0 for padding on either side. Padding reaches no expert. With a RingCache:
+                [B, T] of the new tokens, padded on the right.
             position_ids: [B, T] rotary positions. Without mask and cache, a position that does not follow the one
                 before it starts a new sequence of a packed row, and sequences do not see each other.
             past_key_values, cache: a RingCache (begun by the caller) or any transformers Cache.
@@ -158,6 +160,8 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
 
     def _default_cache(self, cache, use_cache):
         if self.gradient_checkpointing and torch.is_grad_enabled():
+            if cache is not None:
+                raise ValueError("cache must be None while gradients are checkpointed; use torch.no_grad()")
             return None  # a recompute would store its keys a second time
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if cache is not None or not use_cache or torch.is_grad_enabled():
@@ -169,7 +173,12 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
     def _layout(self, embeds, attention_mask, position_ids, cache):
         """Attention masks, rotary positions [B, T], and the token mask [B, T] (None when nothing is padded)."""
         batch, width = embeds.shape[:2]
+        if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
+            raise ValueError(
+                "attention_mask must be a [B, past + T] tensor; static caches are not supported, use RingCache"
+            )
         if isinstance(cache, RingCache):
+            _check_right_padding(attention_mask, batch, width)
             order = cache.begin(width, None if attention_mask is None else attention_mask.sum(1))
             keys = lambda kind, _: cache.key_positions(kind)  # noqa: E731
             return self._masks(order, keys), order.clamp(min=0), _padding(order, attention_mask)
@@ -177,7 +186,7 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         past = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None:
             order = torch.arange(past + width, device=embeds.device).expand(batch, -1)
-        elif attention_mask.dim() == 2 and attention_mask.shape[1] == past + width:
+        elif attention_mask.shape[1] == past + width:
             order = (attention_mask.cumsum(1) - 1).masked_fill(attention_mask == 0, -1)
         else:
             raise ValueError(
@@ -200,8 +209,6 @@ class GptOssLiteForCausalLM(GptOssLitePreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: GptOssLiteConfig):
-        if config._experts_implementation is None:
-            config._experts_implementation = config.moe_dispatch
         super().__init__(config)
         self.model = GptOssLiteModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
@@ -278,6 +285,16 @@ def _padding(order: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.
         return None
     real = order >= 0
     return None if bool(real.all()) else real
+
+
+def _check_right_padding(attention_mask: torch.Tensor | None, batch: int, width: int) -> None:
+    if attention_mask is None:
+        return
+    if tuple(attention_mask.shape) != (batch, width) or bool((attention_mask.int().diff(dim=1) > 0).any()):
+        raise ValueError(
+            f"attention_mask must be [B, T] = [{batch}, {width}] with padding on the right when a RingCache is used, "
+            f"got shape {tuple(attention_mask.shape)}"
+        )
 
 
 def _segments(position_ids: torch.Tensor) -> torch.Tensor:

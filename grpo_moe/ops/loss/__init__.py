@@ -1,7 +1,7 @@
 """Policy losses on log-probabilities, and the head that computes log-probabilities without the logits."""
 
 from .config import LossConfig
-from .fused_head import token_logps
+from .fused_head import head_logits, token_logps
 from .objective import LossOutput, grpo_loss_from_logps
 
-__all__ = ["LossConfig", "LossOutput", "grpo_loss_from_logps", "token_logps"]
+__all__ = ["LossConfig", "LossOutput", "grpo_loss_from_logps", "head_logits", "token_logps"]

@@ -60,6 +60,18 @@ def token_logps(
     return (logps, entropy) if return_entropy else logps
 
 
+@torch.no_grad()
+def head_logits(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> torch.Tensor:
+    """Logits [n, V] as :func:`token_logps` forms them: operands rounded alike, float32 (or float64) sums.
+
+    For samplers, whose log-probabilities then equal those of the training forward.
+    """
+    operand_dtype, dtype = _dtypes(hidden_states, lm_head_weight)
+    head = _Head(1.0, 1.0, None, len(hidden_states), operand_dtype, dtype)
+    with torch.autocast(hidden_states.device.type, enabled=False):
+        return head.logits(head.operand(hidden_states), head.operand(lm_head_weight), None)
+
+
 @dataclass(frozen=True)
 class _Head:
     """How a chunk of logits is computed."""

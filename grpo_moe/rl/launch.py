@@ -1,0 +1,36 @@
+"""Makes ``accelerate launch --cpu --num_processes N`` start N processes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+
+def start_all_processes() -> None:
+    """Becomes torchrun with N workers if ``accelerate launch --cpu --num_processes N`` started this process alone.
+
+    accelerate 1.15 starts one process under ``--cpu``, whatever ``--num_processes`` says (``launch_command`` goes to
+    ``simple_launcher``), and leaves no other trace of the number than its own command line. Call first in a script's
+    main. Drop this when accelerate starts them. Does nothing where there is no /proc.
+    """
+    parent = Path(f"/proc/{os.getppid()}/cmdline")
+    if "WORLD_SIZE" in os.environ or os.environ.get("ACCELERATE_USE_CPU") != "True" or not parent.exists():
+        return
+    count = requested_processes(parent.read_text(encoding="utf-8", errors="replace").split("\0"), sys.argv[0])
+    if count > 1:
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), *sys.argv]
+        os.execv(sys.executable, [sys.executable, *command])
+
+
+def requested_processes(command: list[str], script: str) -> int:
+    """The value of ``--num_processes`` in an ``accelerate launch`` command line before the script's name, else 1."""
+    if not any(Path(word).name.startswith(("accelerate", "launch")) for word in command[:4]) or script not in command:
+        return 1
+    options = command[: command.index(script)]
+    for number, word in enumerate(options):
+        name, _, value = word.partition("=")
+        if name in ("--num_processes", "--num-processes"):
+            value = value or options[number + 1]
+            return int(value) if value.isdigit() else 1
+    return 1
