@@ -34,9 +34,9 @@ def load_tokenizer(
     Raises:
         ValueError: there is none.
     """
-    if processing_class is not None and not isinstance(processing_class, str):
+    if isinstance(processing_class, PreTrainedTokenizerBase):
         return processing_class
-    if processing_class is not None and not isinstance(processing_class, str | PreTrainedTokenizerBase):
+    if processing_class is not None and not isinstance(processing_class, str):
         raise ValueError(f"processing_class must be a tokenizer, a folder or a hub id, got {processing_class!r}")
     path = processing_class or (model.config._name_or_path if isinstance(model, PreTrainedModel) else model)
     if not path:

@@ -92,8 +92,8 @@ class GRPOTrainer:
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
         self.rewards = RewardCaller(reward_funcs, reward_weights)
-        self.tokenizer = load_tokenizer(processing_class, model)
         policy = load_policy(model)
+        self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
         room = context_length(policy) - args.max_completion_length
         if room < 1:

@@ -65,7 +65,7 @@ def warm_start(
     model.to(state.device)
     with state.local_main_process_first():
         if path.exists():
-            load_model(model, str(path), device=str(state.device))
+            load_model(model, str(path))
             return
         _train(model, tokenizer, demonstrations, options)
         path.parent.mkdir(parents=True, exist_ok=True)

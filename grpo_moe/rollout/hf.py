@@ -47,12 +47,12 @@ class HFEngine:
         group = sampling.num_generations
         per_turn = max(1, self.max_rows // group)
         completions = []
+        keys = sequence_keys(prompts, sampling)
         devices = [self.model.device] if self.model.device.type == "cuda" else []
         with rollout_mode(self.model), torch.random.fork_rng(devices=devices):
             for first in range(0, len(prompts), per_turn):
-                turn = prompts[first : first + per_turn]
-                torch.manual_seed(int(sequence_keys(turn, sampling)[0]) % 2**63)  # other prompts, other numbers
-                made = self._generate_turn(turn, sampling)
+                torch.manual_seed(int(keys[first * group]) % 2**63)  # other prompts, other numbers
+                made = self._generate_turn(prompts[first : first + per_turn], sampling)
                 completions += [with_text(made[i : i + group], self.tokenizer) for i in range(0, len(made), group)]
         return completions
 

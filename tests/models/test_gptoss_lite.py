@@ -173,7 +173,7 @@ def test_windows_bind_on_even_layers_only():
     ids = torch.randint(3, 30, (1, 12))
     changed = ids.clone()
     changed[0, 0] = (ids[0, 0] + 1) % 27 + 3
-    same = (model(ids).logits == model(changed).logits).all(-1)[0]
+    same = ((model(ids).logits - model(changed).logits).abs() < 1e-5).all(-1)[0]
     assert same.tolist() == [False] * 6 + [True] * 6
 
 
