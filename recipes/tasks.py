@@ -46,7 +46,7 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(  # 0.47M parameters, 0.18M active: three minutes on two cores
-        countdown=Countdown(continue_probability=0.5),
+        countdown=Countdown(),
         model=dict(
             hidden_size=64,
             intermediate_size=128,
@@ -71,11 +71,11 @@ PRESETS = {
             warmup_steps=8,
             dynamic_sampling_oversampling=2.0,
             max_steps=600,
-            max_train_seconds=110.0,
+            max_train_seconds=120.0,
         ),
     ),
-    "gpu": Preset(  # 50M parameters, 19M active, and four numbers with products
-        countdown=Countdown(num_numbers=4, max_number=20, operators="+-*", max_value=999),
+    "gpu": Preset(  # 50M parameters, 19M active, and four larger numbers
+        countdown=Countdown(num_numbers=4, max_number=20, continue_probability=0.5),
         model=dict(
             hidden_size=384,
             intermediate_size=768,
@@ -92,8 +92,8 @@ PRESETS = {
         warm_start=WarmStart(steps=600, learning_rate=1e-3),
         warm_start_batch_size=256,
         training=dict(
-            max_completion_length=120,
-            per_device_train_batch_size=512,
+            max_completion_length=105,
+            per_device_train_batch_size=256,
             steps_per_generation=2,
             num_generations=16,
             learning_rate=1e-4,

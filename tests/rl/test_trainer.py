@@ -237,7 +237,7 @@ def test_evaluation_and_summary(tmp_path):
         assert written[when] == summary[when]
         assert {"pass_rate", "greedy_pass_rate", "reward", "mean_length"} == set(summary[when])
         assert 0 <= summary[when]["pass_rate"] <= 1
-    assert written["versions"]["torch"] == torch.__version__
+    assert torch.__version__.startswith(written["versions"]["torch"])
     assert {"rollout", "update", "evaluation"} <= set(written["seconds"])
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert [m["step"] for m in lines if "eval_pass_rate" in m] == [0, 2, 4, 6]
