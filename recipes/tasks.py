@@ -46,11 +46,11 @@ class Preset:
 
 PRESETS = {
     "cpu": Preset(  # 0.47M parameters, 0.18M active: three minutes on two cores
-        countdown=Countdown(),
+        countdown=Countdown(continue_probability=0.15),
         model=dict(
             hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
+            intermediate_size=96,
+            num_hidden_layers=3,
             num_attention_heads=4,
             num_key_value_heads=2,
             head_dim=16,
@@ -61,7 +61,7 @@ PRESETS = {
             initializer_range=0.05,
             tie_word_embeddings=False,
         ),
-        warm_start=WarmStart(steps=700),
+        warm_start=WarmStart(steps=650),
         training=dict(
             max_completion_length=60,
             per_device_train_batch_size=64,
