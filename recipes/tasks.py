@@ -71,7 +71,7 @@ PRESETS = {
             warmup_steps=8,
             dynamic_sampling_oversampling=2.0,
             max_steps=600,
-            max_train_seconds=140.0,
+            max_train_seconds=120.0,
         ),
     ),
     "gpu": Preset(  # 50M parameters, 19M active, and four larger numbers
