@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from grpo_moe.adapters.hf_head import TokenLogpsOutput, completion_logps
 from grpo_moe.types import Completion, Prompt, RolloutBatch
 
 
@@ -74,6 +75,19 @@ def select(batch: RolloutBatch, rows: torch.Tensor) -> RolloutBatch:
         if value.dim() == 2:
             chosen[name] = value[:, : width if name in ("input_ids", "attention_mask") else completion_width]
     return RolloutBatch(**chosen)
+
+
+def batch_logps(model, batch: RolloutBatch, **options) -> TokenLogpsOutput:
+    """:func:`completion_logps` of the rows of a batch, with its options (temperature, return_entropy, ...)."""
+    return completion_logps(
+        model,
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        prompt_lengths=batch.prompt_lengths,
+        completion_ids=batch.completion_ids,
+        completion_mask=batch.completion_mask,
+        **options,
+    )
 
 
 def windows(num_rows: int, num_windows: int, generator: torch.Generator) -> list[torch.Tensor]:

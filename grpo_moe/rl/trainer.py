@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from grpo_moe.adapters.hf_head import add_token_logps, check_head, completion_logps
+from grpo_moe.adapters.hf_head import add_token_logps, check_head
 from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss_from_logps
 from grpo_moe.rewards import RewardCaller
@@ -23,7 +23,7 @@ from grpo_moe.rollout import RolloutEngine, default_engine
 from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
-from .batch import Group, collate, micro_batches, select, windows
+from .batch import Group, batch_logps, collate, micro_batches, select, windows
 from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
 from .collect import Collector, as_prompted
 from .config import GRPOConfig
@@ -368,17 +368,8 @@ class GRPOTrainer:
         return self.args.seed * 1_000_003 + self.state.step
 
     def _forward(self, model, batch: RolloutBatch, *, return_aux_loss: bool = False):
-        return completion_logps(
-            model,
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention_mask,
-            prompt_lengths=batch.prompt_lengths,
-            completion_ids=batch.completion_ids,
-            completion_mask=batch.completion_mask,
-            temperature=self.args.temperature,
-            return_entropy=True,
-            return_aux_loss=return_aux_loss,
-        )
+        options = {"temperature": self.args.temperature, "return_entropy": True, "return_aux_loss": return_aux_loss}
+        return batch_logps(model, batch, **options)
 
     @torch.no_grad()
     def _logps(self, model, batch: RolloutBatch) -> torch.Tensor:

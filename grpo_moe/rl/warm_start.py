@@ -15,10 +15,10 @@ from accelerate import PartialState
 from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
-from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
+from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.types import Completion, Prompt
 
-from .batch import Group, collate
+from .batch import Group, batch_logps, collate
 from .metrics import atomic_path
 
 Demonstrations = Callable[[int], Sequence[tuple[str, str]]]
@@ -95,15 +95,7 @@ def _train(model, tokenizer, demonstrations, options):
 def _loss(model, tokenizer, pairs, aux_coefficient):
     groups = _demonstrations(tokenizer, pairs)
     batch = collate(groups, torch.zeros(len(groups), 1), mask_truncated=False, device=model.device)
-    scored = completion_logps(
-        model,
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention_mask,
-        prompt_lengths=batch.prompt_lengths,
-        completion_ids=batch.completion_ids,
-        completion_mask=batch.completion_mask,
-        return_aux_loss=aux_coefficient > 0,
-    )
+    scored = batch_logps(model, batch, return_aux_loss=aux_coefficient > 0)
     loss = -scored.logps.sum() / batch.completion_mask.sum()
     return loss + aux_coefficient * scored.aux_loss if aux_coefficient else loss
 
