@@ -38,7 +38,7 @@ class Preset:
     """Fields of GptOssLiteConfig."""
     warm_start: WarmStart
     warm_start_batch_size: int = 32
-    curriculum_share: float = 0.75
+    curriculum_share: float = 0.9
     """First part of the warm start, whose demonstrations always go on to the last attempt: more sums a sequence."""
     training: dict[str, Any] = field(default_factory=dict)
     """Defaults of GRPOConfig."""
@@ -61,16 +61,17 @@ PRESETS = {
             initializer_range=0.05,
             tie_word_embeddings=False,
         ),
-        warm_start=WarmStart(steps=650),
+        warm_start=WarmStart(steps=800),
         training=dict(
             max_completion_length=60,
             per_device_train_batch_size=64,
             steps_per_generation=4,
             learning_rate=3e-4,
+            lr_scheduler_type="linear",
             adam_beta2=0.95,
             warmup_steps=8,
             dynamic_sampling_oversampling=2.0,
-            max_steps=600,
+            max_steps=272,
             max_train_seconds=120.0,
         ),
     ),

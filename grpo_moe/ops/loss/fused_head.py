@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-
 import torch
 from torch.autograd.function import once_differentiable
 
-_CHUNK_BYTES = 64 * 2**20  # of one chunk's logits; the chunk's working set is about three times that
+from .head import HeadOptions, RunningSum, TorchHead
+
+TRITON_CHUNK_SIZE = 4096
+"""Rows a chunk on a GPU: fewer waste the GEMMs, more only memory."""
 
 
 def token_logps(
@@ -32,6 +32,7 @@ def token_logps(
 
     Logits, results and sums are float32, or float64 if an input is; bf16 and fp16 operands are multiplied exactly.
     Under autocast the float32 operands of the product are rounded to autocast's dtype, as in `torch.nn.Linear`.
+    Which code runs is said at :func:`open_head`.
 
     Args:
         hidden_states: [N, H], any strides, N may be 0.
@@ -42,7 +43,8 @@ def token_logps(
         logit_scale: multiplies the logits before the cap (Cohere; the reciprocal of Granite's logits_scaling).
         softcap: cap of the logits (Gemma 2), None for none.
         return_entropy: also return the entropy of the distribution.
-        chunk_size: rows a chunk. None: as many as fit 64 MiB of logits.
+        chunk_size: rows a chunk. None: 4096 with the Triton kernels, else as many as fit 64 MiB of logits (1 GiB on
+            a GPU).
 
     Returns:
         [N] log-probabilities in nats; with `return_entropy` a pair, the second the [N] entropies in nats.
@@ -50,13 +52,11 @@ def token_logps(
     Raises:
         ValueError: a shape, a target id or an option is out of its range.
     """
-    _check_inputs(hidden_states, lm_head_weight, target_ids, bias)
-    _check_options(temperature, logit_scale, softcap, chunk_size)
-    operand_dtype, dtype = _dtypes(hidden_states, lm_head_weight)
-    if chunk_size is None:
-        chunk_size = max(1, _CHUNK_BYTES // (dtype.itemsize * len(lm_head_weight)))
-    head = _Head(float(temperature), float(logit_scale), softcap, chunk_size, operand_dtype, dtype)
-    logps, entropy = _TokenLogps.apply(hidden_states, lm_head_weight, bias, target_ids.long(), head, return_entropy)
+    check_head_inputs(hidden_states, lm_head_weight, target_ids, bias)
+    options = HeadOptions(temperature, logit_scale, softcap)
+    check_chunk_size(chunk_size)
+    how = (options, chunk_size, head_dtypes(hidden_states, lm_head_weight), return_entropy)
+    logps, entropy = _TokenLogps.apply(hidden_states, lm_head_weight, bias, target_ids.long(), how)
     return (logps, entropy) if return_entropy else logps
 
 
@@ -66,74 +66,66 @@ def head_logits(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> to
 
     For samplers, whose log-probabilities then equal those of the training forward.
     """
-    operand_dtype, dtype = _dtypes(hidden_states, lm_head_weight)
-    head = _Head(1.0, 1.0, None, len(hidden_states), operand_dtype, dtype)
+    operand_dtype, dtype = head_dtypes(hidden_states, lm_head_weight)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        return head.logits(head.operand(hidden_states), head.operand(lm_head_weight), None)
+        head = TorchHead(lm_head_weight.to(operand_dtype), None, HeadOptions(), dtype)
+        return head.logits(head.operand(hidden_states))
 
 
-@dataclass(frozen=True)
-class _Head:
-    """How a chunk of logits is computed."""
+def open_head(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    options: HeadOptions,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    chunk_size: int | None = None,
+    *,
+    entropy_gradient: bool = False,
+):
+    """The head that computes chunks: Triton kernels and cuBLAS for bf16 operands on a Hopper or newer GPU whose rows
+    of H elements start at multiples of 16 bytes, PyTorch for everything else and for gradients of the entropy.
 
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-    chunk_size: int
-    operand_dtype: torch.dtype
-    dtype: torch.dtype
+    Args:
+        weight, bias, options: of the head.
+        dtypes: from :func:`head_dtypes`.
+        chunk_size: rows a chunk, or None.
+        entropy_gradient: whether its backward pass takes one.
+    """
+    operand_dtype, dtype = dtypes
+    weight = weight.detach().to(operand_dtype)
+    bias = None if bias is None else bias.detach()
+    if _triton_fits(weight) and not entropy_gradient:
+        from .head_triton import TritonHead  # triton exists on Linux only
 
-    def operand(self, x: torch.Tensor) -> torch.Tensor:
-        """x as a factor of the products: rounded to operand_dtype; only a GPU multiplies halves into float32."""
-        x = x.to(self.operand_dtype)
-        return x if x.is_cuda else x.to(self.dtype)
+        return TritonHead(weight, bias, options, chunk_size or TRITON_CHUNK_SIZE)
+    head = TorchHead(weight, bias, options, dtype)
+    if chunk_size is not None:
+        head.chunk_size = chunk_size
+    return head
 
-    def matmul(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return a @ b if a.dtype == self.dtype else torch.mm(a, b, out_dtype=self.dtype)
 
-    def add_matmul(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        if a.dtype == self.dtype:
-            total.addmm_(a, b)
-        else:
-            torch.addmm(total, a, b, out_dtype=self.dtype, out=total)
-
-    def logits(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """[n, H] operands -> [n, V], scaled, capped and divided by the temperature."""
-        logits = self.matmul(hidden, weight.T)
-        if bias is not None:
-            logits += bias
-        if self.softcap is None:
-            scale = self.logit_scale / self.temperature
-            return logits if scale == 1 else logits.mul_(scale)
-        return logits.mul_(self.logit_scale / self.softcap).tanh_().mul_(self.softcap / self.temperature)
-
-    def slope(self, logits: torch.Tensor) -> torch.Tensor | float:
-        """Derivative of `logits` by the raw product."""
-        scale = self.logit_scale / self.temperature
-        if self.softcap is None:
-            return scale
-        return (logits * (self.temperature / self.softcap)).square_().neg_().add_(1).mul_(scale)
+def _triton_fits(weight: torch.Tensor) -> bool:
+    if not weight.is_cuda or weight.dtype != torch.bfloat16 or weight.shape[1] % 8:
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(weight.device) >= (9, 0)
 
 
 class _TokenLogps(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden_states, lm_head_weight, bias, target_ids, head: _Head, return_entropy: bool):
-        weight, cast_bias = head.operand(lm_head_weight), None if bias is None else bias.to(head.dtype)
-        logps, log_sums, entropy = (
-            hidden_states.new_empty(len(hidden_states), dtype=head.dtype) if wanted else None
-            for wanted in (True, True, return_entropy)
+    def forward(ctx, hidden_states, lm_head_weight, bias, target_ids, how):
+        options, chunk_size, dtypes, return_entropy = how
+        logps, entropy = (
+            hidden_states.new_empty(len(hidden_states), dtype=dtypes[1]) if wanted else None
+            for wanted in (True, return_entropy)
         )
         with torch.autocast(hidden_states.device.type, enabled=False):
-            for start in range(0, len(hidden_states), head.chunk_size):
-                rows = slice(start, start + head.chunk_size)
-                logits = head.logits(head.operand(hidden_states[rows]), weight, cast_bias)
-                log_sums[rows] = logits.logsumexp(-1)
-                logps[rows] = logits.gather(-1, target_ids[rows, None]).squeeze(-1) - log_sums[rows]
+            head = open_head(lm_head_weight, bias, options, dtypes, chunk_size)
+            for rows in chunks_of(len(hidden_states), head.chunk_size):
+                chunk = head.forward(hidden_states[rows], target_ids[rows], with_entropy=return_entropy)
+                logps[rows] = chunk.logps
                 if return_entropy:
-                    probs = logits.sub_(log_sums[rows, None]).exp_()
-                    entropy[rows] = torch.special.entr(probs).sum(-1)  # entr(0) = 0, where p * log p is NaN
-        ctx.save_for_backward(hidden_states, lm_head_weight, bias, target_ids, log_sums, entropy)
-        ctx.head = head
+                    entropy[rows] = chunk.entropy
+        ctx.save_for_backward(hidden_states, lm_head_weight, bias, target_ids)
+        ctx.how = how
         ctx.set_materialize_grads(False)
         return logps, entropy
 
@@ -141,55 +133,58 @@ class _TokenLogps(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logps, grad_entropy):
         if grad_logps is None and grad_entropy is None:
-            return (None,) * 6
-        hidden_states, lm_head_weight, bias, target_ids, log_sums, entropy = ctx.saved_tensors
-        head, (need_hidden, need_weight, need_bias, *_) = ctx.head, ctx.needs_input_grad
-        weight, cast_bias = head.operand(lm_head_weight), None if bias is None else bias.to(head.dtype)
-        grad_hidden = torch.empty_like(hidden_states) if need_hidden else None
-        grad_weight = lm_head_weight.new_zeros(lm_head_weight.shape, dtype=head.dtype) if need_weight else None
-        grad_bias = bias.new_zeros(bias.shape, dtype=head.dtype) if need_bias else None
-        idle = torch.stack([g == 0 for g in (grad_logps, grad_entropy) if g is not None]).all(0)  # [N]
-        log_sums = log_sums.masked_fill(idle, torch.inf)  # probabilities 0, whatever the hidden states were
-        if grad_entropy is not None:
-            entropy = entropy.masked_fill(idle, 0)
+            return (None,) * 5
+        hidden_states, lm_head_weight, bias, target_ids = ctx.saved_tensors
+        options, chunk_size, dtypes, _ = ctx.how
+        if grad_logps is None:
+            grad_logps = torch.zeros_like(grad_entropy)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            for start in range(0, len(hidden_states), head.chunk_size):
-                rows = slice(start, start + head.chunk_size)
-                hidden = head.operand(hidden_states[rows].masked_fill(idle[rows, None], 0))
-                logits = head.logits(hidden, weight, cast_bias)
-                slope = head.slope(logits)
-                probs = logits.sub_(log_sums[rows, None]).exp_()
-                grad = torch.zeros_like(probs)
-                if grad_logps is not None:
-                    _add_logps_grad(grad, probs, target_ids[rows, None], grad_logps[rows, None])
-                if grad_entropy is not None:
-                    _add_entropy_grad(grad, probs, entropy[rows, None], grad_entropy[rows, None])
-                grad *= slope
-                if need_bias:
-                    grad_bias += grad.sum(0)
-                grad = grad.to(hidden.dtype)
-                if need_hidden:
-                    grad_hidden[rows] = head.matmul(grad, weight)
-                if need_weight:
-                    head.add_matmul(grad_weight, grad.T, hidden)
+            by_entropy = grad_entropy is not None
+            head = open_head(lm_head_weight, bias, options, dtypes, chunk_size, entropy_gradient=by_entropy)
+            grads = HeadGradients(head, hidden_states, lm_head_weight, bias, ctx.needs_input_grad[:3])
+            for rows in chunks_of(len(hidden_states), head.chunk_size):
+                chunk = head.forward(hidden_states[rows], target_ids[rows], with_entropy=by_entropy)
+                upstream = {"grad_entropy": grad_entropy[rows]} if by_entropy else {}
+                hidden_rows = None if grads.hidden is None else grads.hidden[rows]
+                head.backward(chunk, grad_logps[rows], grad_hidden=hidden_rows, **grads.sums, **upstream)
+            grad_hidden, grad_weight, grad_bias = grads.totals()
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(lm_head_weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+class HeadGradients:
+    """Where chunks leave their gradients, for those of (hidden states, weight, bias) that are needed."""
+
+    def __init__(self, head, hidden_states, weight, bias, needed: tuple[bool, bool, bool]):
+        need_hidden, need_weight, need_bias = needed
+        self.hidden = torch.empty_like(hidden_states) if need_hidden else None
+        self.sums: dict[str, RunningSum] = {}
         if need_weight:
-            grad_weight = grad_weight.to(lm_head_weight.dtype)
+            self.sums["grad_weight"] = RunningSum(weight.shape, head.dtype, weight.device)
         if need_bias:
-            grad_bias = grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            self.sums["grad_bias"] = RunningSum((head.bias_terms, len(weight)), head.dtype, weight.device)
+
+    def totals(self) -> list[torch.Tensor | None]:
+        """Of hidden states, weight and bias; the last two in the dtype of the sums."""
+        weight, bias = (self.sums[name].total() if name in self.sums else None for name in ("grad_weight", "grad_bias"))
+        return [self.hidden, weight, None if bias is None else bias.sum(0)]
 
 
-def _add_logps_grad(grad, probs, target_ids, grad_logps) -> None:
-    """grad [n, V] += g (onehot(target) - p), the gradient by the final logits."""
-    grad.addcmul_(probs, grad_logps, value=-1).scatter_add_(-1, target_ids, grad_logps)
+def chunks_of(num_rows: int, chunk_size: int) -> list[slice]:
+    """Slices of at most ``chunk_size`` rows, as equal as multiples of 128 rows allow."""
+    if num_rows == 0:
+        return []
+    number = -(-num_rows // chunk_size)
+    size = min(chunk_size, -(-num_rows // number // 128) * 128)
+    return [slice(start, min(start + size, num_rows)) for start in range(0, num_rows, size)]
 
 
-def _add_entropy_grad(grad, probs, entropy, grad_entropy) -> None:
-    """grad [n, V] += g (-p log p - p H)."""
-    grad.addcmul_(torch.special.entr(probs) - probs * entropy, grad_entropy)
-
-
-def _dtypes(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
+def head_dtypes(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> tuple[torch.dtype, torch.dtype]:
     """(dtype to which the factors of the product are rounded, dtype of logits, results and sums)."""
     operand_dtype = torch.promote_types(hidden_states.dtype, lm_head_weight.dtype)
     dtype = torch.promote_types(operand_dtype, torch.float32)
@@ -199,7 +194,7 @@ def _dtypes(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> tuple[
     return operand_dtype, dtype
 
 
-def _check_inputs(hidden_states, lm_head_weight, target_ids, bias) -> None:
+def check_head_inputs(hidden_states, lm_head_weight, target_ids, bias) -> None:
     if hidden_states.ndim != 2:
         raise ValueError(f"hidden_states must be [N, H], got shape {tuple(hidden_states.shape)}; flatten [B, T, H]")
     num_rows, width = hidden_states.shape
@@ -225,11 +220,7 @@ def _check_inputs(hidden_states, lm_head_weight, target_ids, bias) -> None:
             )
 
 
-def _check_options(temperature: float, logit_scale: float, softcap: float | None, chunk_size: int | None) -> None:
-    options = {"temperature": temperature, "softcap": softcap, "chunk_size": chunk_size}
-    for name, value in options.items():
-        if value is not None and not 0 < value < math.inf:
-            fix = "1.0 leaves the logits as they are" if name == "temperature" else "None leaves it out"
-            raise ValueError(f"{name} must be finite and above 0, got {value}; {fix}")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"logit_scale must be finite, got {logit_scale}; 1.0 leaves the logits as they are")
+def check_chunk_size(chunk_size: int | None) -> None:
+    """Raises ValueError unless it is None or at least 1."""
+    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
+        raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size}; None chooses it")

@@ -81,10 +81,22 @@ def grpo_loss_from_logps(
 
     Source: DeepSeekMath (2402.03300) for GRPO; `policy.py` names the paper of each loss, `LossConfig` of each option.
     """
-    if old_logps is None:
-        old_logps = logps.detach()
-    optional = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps, "entropy": entropy}
-    _check_inputs(config, logps, advantages, completion_mask, optional)
+    given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps, "entropy": entropy}
+    counts = (num_loss_tokens, num_sequences)
+    loss, per_token_loss, parts = _evaluate(logps, advantages, completion_mask, config, given, counts)
+    return LossOutput(loss, per_token_loss, _stats(*parts))
+
+
+def loss_value(logps, advantages, completion_mask, config, *, num_loss_tokens, num_sequences, **given) -> torch.Tensor:
+    """The loss of :func:`grpo_loss_from_logps` alone, for those who need its gradient and no statistics."""
+    return _evaluate(logps, advantages, completion_mask, config, given, (num_loss_tokens, num_sequences))[0]
+
+
+def _evaluate(logps, advantages, completion_mask, config: LossConfig, given: dict, counts: tuple):
+    """Loss, per-token loss [B, T] and what :func:`_stats` reads."""
+    old_logps = logps.detach() if given["old_logps"] is None else given["old_logps"]
+    optional = {**given, "old_logps": old_logps}
+    check_loss_inputs(config, logps, advantages, completion_mask, optional)
     if config.beta == 0:
         optional["ref_logps"] = None
     batch = _clean(logps, advantages, completion_mask, **optional)
@@ -117,11 +129,11 @@ def grpo_loss_from_logps(
         loss = loss + config.beta * (kl * ratio if config.use_bias_correction_kl else kl)
     per_token_loss = torch.where(batch.mask, loss, 0)
 
-    num_tokens = _at_least_one("num_loss_tokens", num_loss_tokens, batch.mask.sum())
-    num_rows = _at_least_one("num_sequences", num_sequences, len(logps))
+    num_tokens = _at_least_one("num_loss_tokens", counts[0], batch.mask.sum())
+    num_rows = _at_least_one("num_sequences", counts[1], len(logps))
     total = _AGGREGATIONS[config.loss_type](per_token_loss, batch.mask, config, num_tokens, num_rows)
     options = {"kl": kl, "off_policy_masked": off_policy, "entropy_masked": low_entropy}
-    return LossOutput(total, per_token_loss, _stats(batch, inputs, policy, options))
+    return total, per_token_loss, (batch, inputs, policy, options)
 
 
 @dataclass(frozen=True)
@@ -297,7 +309,8 @@ def _at_least_one(name: str, count: Count | None, local: Count) -> Count:
     return count.clamp(min=1)
 
 
-def _check_inputs(config, logps, advantages, completion_mask, optional: dict[str, torch.Tensor | None]) -> None:
+def check_loss_inputs(config, logps, advantages, completion_mask, optional: dict[str, torch.Tensor | None]) -> None:
+    """Raises ValueError unless the shapes are those of logps [B, T] and what the config needs is there."""
     if logps.ndim != 2:
         raise ValueError(f"logps must be [B, T], got shape {tuple(logps.shape)}; gather the tokens' log-probabilities")
     shape = tuple(logps.shape)

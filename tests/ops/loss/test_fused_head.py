@@ -6,7 +6,7 @@ import pytest
 import torch
 from numerics import assert_no_worse_than
 
-from grpo_moe.ops.loss import LossConfig, fused_head, grpo_loss_from_logps, token_logps
+from grpo_moe.ops.loss import LossConfig, grpo_loss_from_logps, head, token_logps
 from grpo_moe.ops.loss.reference import token_logps_reference
 
 OPTIONS = [
@@ -238,10 +238,10 @@ def test_bias_of_minus_infinity_removes_a_token():
 
 def test_default_chunk_bounds_the_logits_by_bytes(monkeypatch):
     rows = []
-    logits = fused_head._Head.logits
-    monkeypatch.setattr(fused_head, "_CHUNK_BYTES", 4 * 1000 * 8)  # eight rows of a thousand float32 logits
+    logits = head.TorchHead.logits
+    monkeypatch.setitem(head._CHUNK_BYTES, "cpu", 4 * 1000 * 8)  # eight rows of a thousand float32 logits
     monkeypatch.setattr(
-        fused_head._Head, "logits", lambda self, hidden, *rest: rows.append(len(hidden)) or logits(self, hidden, *rest)
+        head.TorchHead, "logits", lambda self, hidden, *rest: rows.append(len(hidden)) or logits(self, hidden, *rest)
     )
     hidden, weight, _, target_ids = make_inputs(20, 4, 1000, torch.float32)
     token_logps(hidden, weight, target_ids).sum().backward()

@@ -1,0 +1,312 @@
+"""The policy loss from hidden states and lm_head: loss and gradients in one sweep over chunks, without the logits."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from .config import LossConfig
+from .fused_head import HeadGradients, check_chunk_size, check_head_inputs, chunks_of, head_dtypes, open_head
+from .head import HeadOptions, RunningSum
+from .objective import Count, LossOutput, check_loss_inputs, grpo_loss_from_logps, loss_value
+from .schedule import SCHEDULES, choose_schedule, whole_rows
+
+__all__ = ["grpo_loss"]
+
+
+def grpo_loss(
+    hidden_states: torch.Tensor,
+    lm_head_weight: torch.Tensor,
+    completion_ids: torch.Tensor,
+    completion_mask: torch.Tensor,
+    advantages: torch.Tensor,
+    config: LossConfig,
+    *,
+    old_logps: torch.Tensor | None = None,
+    ref_logps: torch.Tensor | None = None,
+    sampling_logps: torch.Tensor | None = None,
+    num_loss_tokens: Count | None = None,
+    num_sequences: Count | None = None,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    schedule: str = "auto",
+    chunk_size: int | None = None,
+) -> LossOutput:
+    """`grpo_loss_from_logps` on the `token_logps` of the head, with gradients made in the forward pass.
+
+    The backward pass only scales them by the upstream gradient of the loss, so the logits of a chunk are used while
+    they exist. Three schedules give the same loss and gradients:
+
+    * "one-pass" (6NVH operations): a chunk's gradients follow its log-probabilities at once. For losses whose
+      gradient at a token depends on that token alone, and for all others when every sequence fits a chunk.
+    * "sequence-linear" (6NVH and one more float32 buffer of the weight's size): a sequence longer than a chunk whose
+      tokens share one coefficient, known at its end: gradients are summed without it, then scaled by it.
+    * "two-pass" (8NVH): everything else. All log-probabilities first, then the chunks again for the gradients.
+
+    "auto" takes the first that fits. Tokens outside of the mask are dropped before any product, and so are rows that
+    can carry no gradient: all advantages 0 and beta 0 (they add nothing to the loss; `stats` leaves them out and
+    counts their tokens in `num_skipped_tokens`). Without any gradient to compute only the log-probabilities are made.
+    Under CUDA graph capture nothing is dropped, since that takes a look at the mask on the host. Gradients of hidden
+    states, weight and bias accumulate in float32 (float64 for float64 inputs); what needs none costs nothing.
+
+    Args:
+        hidden_states: [B, T, H], those that predict the completion tokens.
+        lm_head_weight: [V, H].
+        completion_ids: [B, T] integers; anything outside of the mask.
+        completion_mask: [B, T], nonzero where a token takes part.
+        advantages: [B], or [B, T].
+        config: the options; its temperature divides the logits.
+        old_logps, ref_logps, sampling_logps, num_loss_tokens, num_sequences: as in `grpo_loss_from_logps`.
+        bias, logit_scale, softcap: of the head, as in `token_logps`.
+        schedule: "auto", "one-pass", "sequence-linear" or "two-pass".
+        chunk_size: rows a chunk, as in `token_logps`.
+
+    Returns:
+        As `grpo_loss_from_logps`; only `loss` has a gradient, `per_token_loss` has none.
+
+    Raises:
+        ValueError: a shape or an option is out of its range, or the schedule cannot compute this loss exactly.
+    """
+    if hidden_states.ndim != 3:
+        raise ValueError(f"hidden_states must be [B, T, H], got shape {tuple(hidden_states.shape)}; unflatten them")
+    if tuple(completion_ids.shape) != tuple(hidden_states.shape[:2]):
+        raise ValueError(
+            f"completion_ids must be [B, T] = {tuple(hidden_states.shape[:2])} as hidden_states, "
+            f"got shape {tuple(completion_ids.shape)}; align them first"
+        )
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}; check the spelling")
+    check_chunk_size(chunk_size)
+    given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
+    check_loss_inputs(config, completion_ids, advantages, completion_mask, given | {"entropy": completion_mask})
+    wanted = completion_mask != 0
+    ids = torch.where(wanted, completion_ids, 0).long()
+    check_head_inputs(hidden_states.flatten(0, 1), lm_head_weight, ids.flatten(), bias)
+
+    taking_part = _carries_gradient(wanted, advantages, config)
+    if num_loss_tokens is None:
+        num_loss_tokens = _num_finite(wanted, config, given)
+    counts = {"num_loss_tokens": num_loss_tokens, "num_sequences": len(ids) if num_sequences is None else num_sequences}
+    objective = _Objective(config, advantages, taking_part, given, counts)
+    sweep = _Sweep(objective, ids, HeadOptions(config.temperature, logit_scale, softcap), schedule, chunk_size)
+    sweep.dtypes = head_dtypes(hidden_states, lm_head_weight)
+    loss = _FusedLoss.apply(hidden_states, lm_head_weight, bias, sweep)
+    result = objective.output(sweep.logps, sweep.entropy)
+    skipped = (wanted & ~taking_part).sum().to(loss.dtype)
+    return LossOutput(loss, result.per_token_loss, {**result.stats, "num_skipped_tokens": skipped})
+
+
+@dataclass(frozen=True)
+class _Objective:
+    """The loss as a function of the log-probabilities of some of the rows."""
+
+    config: LossConfig
+    advantages: torch.Tensor
+    mask: torch.Tensor
+    given: dict[str, torch.Tensor | None]
+    counts: dict[str, Count]
+
+    def gradient(self, logps: torch.Tensor, rows: slice = slice(None), entropy: torch.Tensor | None = None):
+        """d loss / d logps [b, T] of a slice of rows, given their log-probabilities."""
+        with torch.enable_grad():
+            leaf = logps[rows].detach().requires_grad_()
+            given = {name: None if x is None else x[rows] for name, x in self.given.items()}
+            loss = loss_value(
+                leaf, self.advantages[rows], self.mask[rows], self.config, entropy=entropy, **given, **self.counts
+            )
+        return torch.autograd.grad(loss, leaf)[0]
+
+    @torch.no_grad()
+    def output(self, logps: torch.Tensor, entropy: torch.Tensor | None) -> LossOutput:
+        return grpo_loss_from_logps(
+            logps, self.advantages, self.mask, self.config, entropy=entropy, **self.given, **self.counts
+        )
+
+
+@dataclass
+class _Sweep:
+    """What to sweep over, and what the sweep leaves behind."""
+
+    objective: _Objective
+    ids: torch.Tensor
+    options: HeadOptions
+    schedule: str
+    chunk_size: int | None
+    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    logps: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+class _FusedLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden_states, lm_head_weight, bias, sweep: _Sweep):
+        needed = ctx.needs_input_grad[:3]
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            head = open_head(lm_head_weight, bias, sweep.options, sweep.dtypes, sweep.chunk_size)
+            flat = hidden_states.detach().flatten(0, 1)  # [B * T, H]
+            grads = HeadGradients(head, flat, lm_head_weight, bias, needed)
+            _Run(head, flat, grads, sweep).all_chunks(any(needed))
+        ctx.save_for_backward(*grads.totals())
+        ctx.like = [None if x is None else (x.shape, x.dtype) for x in (hidden_states, lm_head_weight, bias)]
+        return sweep.objective.output(sweep.logps, sweep.entropy).loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss):
+        return *(scaled(x, grad_loss, like) for x, like in zip(ctx.saved_tensors, ctx.like, strict=True)), None
+
+
+def scaled(x: torch.Tensor | None, scale: torch.Tensor, like: tuple[torch.Size, torch.dtype]) -> torch.Tensor | None:
+    """x * scale of that shape and dtype, in one pass and with the scale in its own precision."""
+    if x is None:
+        return None
+    shape, dtype = like
+    out = torch.empty_like(x, dtype=dtype)
+    return torch.mul(x, scale.view([1] * x.ndim), out=out).view(shape)
+
+
+class _Run:
+    """The sweep: chunks of token numbers through the head, by one of the schedules."""
+
+    def __init__(self, head, hidden_states: torch.Tensor, grads: HeadGradients, sweep: _Sweep):
+        self.head, self.hidden_states, self.grads, self.sweep = head, hidden_states, grads, sweep
+        self.objective, self.ids = sweep.objective, sweep.ids.flatten()
+        self.with_entropy = self.objective.config.top_entropy_quantile != 1
+        shape = sweep.ids.shape
+        sweep.logps = hidden_states.new_zeros(shape, dtype=head.dtype)
+        sweep.entropy = torch.zeros_like(sweep.logps) if self.with_entropy else None
+        self.cells, self.lengths = self._cells()
+
+    def all_chunks(self, with_gradient: bool) -> None:
+        chunk_size, lengths = self.head.chunk_size, self.lengths
+        if not with_gradient:
+            for places in chunks_of(len(self.cells), chunk_size):
+                self._forward(self.cells[places])
+            return
+        if self.grads.hidden is not None:
+            self.grads.hidden.zero_()
+        given = self.objective.given["old_logps"] is not None
+        per_token = self.objective.advantages.ndim == 2
+        schedule = choose_schedule(
+            self.objective.config, self.sweep.schedule, given, per_token, max(lengths, default=0), chunk_size
+        )
+        SCHEDULE_METHODS[schedule](self)
+
+    def one_pass(self) -> None:
+        """Chunks cut anywhere if the loss allows it, else between sequences."""
+        config, given = self.objective.config, self.objective.given["old_logps"] is not None
+        if whole_rows(config, given):
+            units = _pack(self.lengths, self.head.chunk_size)
+        else:
+            units = chunks_of(len(self.cells), self.head.chunk_size)
+        for places in units:
+            self._one_chunk(places)
+
+    def sequence_linear(self) -> None:
+        """Sequences longer than a chunk by the sum of their chunks times the sequence's coefficient."""
+        for places in _pack(self.lengths, self.head.chunk_size):
+            if places.stop - places.start <= self.head.chunk_size:
+                self._one_chunk(places)
+            else:
+                self._long_sequence(places)
+
+    def two_pass(self) -> None:
+        """All log-probabilities, the coefficients, then every chunk again."""
+        chunks = [self.cells[places] for places in chunks_of(len(self.cells), self.head.chunk_size)]
+        for cells in chunks:
+            self._forward(cells)
+        coefficients = self.objective.gradient(self.sweep.logps, entropy=self.sweep.entropy).flatten()
+        for cells in chunks:
+            self._backward(self._forward(cells), cells, coefficients[cells])
+
+    def _one_chunk(self, places: slice) -> None:
+        cells = self.cells[places]
+        chunk = self._forward(cells)
+        rows = self._rows(places)
+        coefficients = self.objective.gradient(self.sweep.logps, rows).flatten()
+        self._backward(chunk, cells, coefficients[cells - rows.start * self.sweep.ids.shape[1]])
+
+    def _long_sequence(self, places: slice) -> None:
+        cells, width = self.cells[places], self.hidden_states.shape[1]
+        rows = self._rows(places)
+        hidden = None
+        if self.grads.hidden is not None:
+            hidden = self.hidden_states.new_empty(len(cells), width, dtype=self.head.dtype)
+        sums = {name: RunningSum(x.value.shape, self.head.dtype, x.value.device) for name, x in self.grads.sums.items()}
+        for part in chunks_of(len(cells), self.head.chunk_size):
+            chunk = self._forward(cells[part])
+            ones = chunk.logps.isfinite().to(chunk.logps.dtype)
+            self.head.backward(chunk, ones, grad_hidden=None if hidden is None else hidden[part], **sums)
+        coefficients = self.objective.gradient(self.sweep.logps, rows).flatten()
+        # equal at every token that takes part, 0 at a dropped one
+        coefficient = coefficients.gather(0, coefficients.abs().argmax()[None])[0]
+        if hidden is not None:
+            self.grads.hidden[cells] = hidden.mul_(coefficient).to(self.grads.hidden.dtype)
+        for name, total in self.grads.sums.items():
+            total.add(sums[name].value, coefficient)
+
+    def _forward(self, cells: torch.Tensor):
+        chunk = self.head.forward(self.hidden_states[cells], self.ids[cells], with_entropy=self.with_entropy)
+        self.sweep.logps.view(-1)[cells] = chunk.logps
+        if self.with_entropy:
+            self.sweep.entropy.view(-1)[cells] = chunk.entropy
+        return chunk
+
+    def _backward(self, chunk, cells: torch.Tensor, coefficients: torch.Tensor) -> None:
+        hidden = None if self.grads.hidden is None else torch.empty_like(chunk.hidden_states, dtype=self.head.dtype)
+        self.head.backward(chunk, coefficients.contiguous(), grad_hidden=hidden, **self.grads.sums)
+        if hidden is not None:
+            self.grads.hidden[cells] = hidden.to(self.grads.hidden.dtype)
+
+    def _cells(self) -> tuple[torch.Tensor, list[int]]:
+        """Numbers of the tokens to compute, in order, and how many there are in each row."""
+        mask = self.objective.mask
+        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+            return torch.arange(mask.numel(), device=mask.device), [mask.shape[1]] * len(mask)
+        return mask.flatten().nonzero()[:, 0], mask.sum(1).tolist()
+
+    def _rows(self, places: slice) -> slice:
+        """The rows that hold these tokens."""
+        ends = list(itertools.accumulate(self.lengths))
+        return slice(bisect.bisect_right(ends, places.start), bisect.bisect_left(ends, places.stop) + 1)
+
+
+SCHEDULE_METHODS: dict[str, Callable[[_Run], None]] = {
+    "one-pass": _Run.one_pass,
+    "sequence-linear": _Run.sequence_linear,
+    "two-pass": _Run.two_pass,
+}
+
+
+def _pack(lengths: list[int], chunk_size: int) -> list[slice]:
+    """Whole sequences, as many as fit a chunk together; a longer one alone."""
+    units, start, end = [], 0, 0
+    for length in lengths:
+        if end > start and end + length - start > chunk_size:
+            units.append(slice(start, end))
+            start = end
+        end += length
+    return units + [slice(start, end)] * (end > start)
+
+
+def _carries_gradient(wanted: torch.Tensor, advantages: torch.Tensor, config: LossConfig) -> torch.Tensor:
+    """The mask without rows whose advantages are all 0, when nothing but the advantage gives a row a gradient."""
+    if config.beta != 0 or config.top_entropy_quantile != 1:  # the quantile is over all tokens
+        return wanted
+    if advantages.ndim == 1:
+        return wanted & (advantages != 0)[:, None]
+    return wanted & (wanted & (advantages != 0)).any(1, keepdim=True)
+
+
+def _num_finite(wanted: torch.Tensor, config: LossConfig, given: dict[str, torch.Tensor | None]) -> torch.Tensor:
+    """Tokens of the mask that nothing given drops."""
+    for name in ("old_logps", "ref_logps") if config.beta else ("old_logps",):
+        if given[name] is not None:
+            wanted = wanted & given[name].isfinite()
+    return wanted.sum()

@@ -1,0 +1,426 @@
+"""Triton kernels of the head: exp(logits - offset) of a chunk with its row sums, and the row passes around it."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+
+TILE = {"BLOCK_M": 128, "BLOCK_N": 256, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3, "SUBTILES": 2, "FLATTEN": True}
+"""Of the GEMM kernels, measured on an H200 (benchmark/loss_head_to_head.py)."""
+PROGRAMS_PER_MULTIPROCESSOR = 1
+if INTERPRET:
+    TILE |= {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 16}
+
+ROWS, ROW_BLOCK = 16, 64  # of the reduction over tiles: rows a program, tiles a step
+PROBES = 1024  # vocabulary columns whose maximum estimates that of the row
+BIAS_NATS = 45.0  # lifts the offset above the estimate: the true maximum may lie 107 nats above it
+MAX_SUM = 2.0**90  # a larger row sum is computed again with the row's true maximum
+
+
+def target_offsets(hidden, weight, bias, target_ids, probe_logits, scale, softcap):
+    """Fixed offsets of the rows, in units of log2.
+
+    Args:
+        hidden: [n, H] bf16.
+        weight: [V, H] bf16.
+        bias: [V] fp32 or None.
+        target_ids: [n] int64.
+        probe_logits: [n, P] fp32, final logits (nats) of some columns.
+        scale, softcap: of the logits, see :class:`TritonHead`.
+
+    Returns:
+        fp32 [n] each: the target's logit times log2(e), and the offset: the larger of it and the probes', plus 45 nats.
+    """
+    rows, width = hidden.shape
+    target, offset = (torch.empty(rows, device=hidden.device, dtype=torch.float32) for _ in range(2))
+    _target_offsets_kernel[(rows,)](
+        hidden,
+        weight,
+        weight if bias is None else bias,
+        target_ids,
+        probe_logits,
+        target,
+        offset,
+        hidden.stride(0),
+        weight.stride(0),
+        probe_logits.stride(0),
+        width,
+        probe_logits.shape[1],
+        scale,
+        softcap or 1.0,
+        BIAS_NATS,
+        HAS_BIAS=bias is not None,
+        HAS_CAP=softcap is not None,
+        BLOCK_H=triton.next_power_of_2(width),
+        BLOCK_P=triton.next_power_of_2(probe_logits.shape[1]),
+        num_warps=4,
+    )
+    return target, offset
+
+
+def exp_logits(hidden, weight, bias, offset, exps, scale, softcap, *, only_if=None, maximum=False, with_entropy=False):
+    """One pass of the vocabulary over the rows: exp(logit - offset) into ``exps``, and its sums by column tile.
+
+    Args:
+        hidden, weight, bias, scale, softcap: as in :func:`target_offsets`.
+        offset: [n] fp32, log2 units.
+        exps: [n, V] bf16 with a row stride of a multiple of 8, overwritten; with a softcap times the cap's slope.
+        only_if: int32 scalar on the device; where it is 0 nothing is computed.
+        maximum: compute the largest logit (log2 units) by tile instead, and leave ``exps`` alone.
+        with_entropy: also sum e * log2(e).
+
+    Returns:
+        fp32 [tiles, n] sums (or maxima), and the sums of e * log2(e) or None.
+    """
+    rows, width = hidden.shape
+    vocab_size = len(weight)
+    block_m, block_n, block_k = (TILE[f"BLOCK_{axis}"] for axis in "MNK")
+    tiles_n = triton.cdiv(vocab_size, block_n)
+    sums = torch.empty(tiles_n, rows, device=hidden.device, dtype=torch.float32)
+    moments = torch.empty_like(sums) if with_entropy else sums
+    programs = min(_num_programs(hidden.device), triton.cdiv(rows, block_m) * tiles_n)
+    _exp_logits_kernel[(programs,)](
+        TensorDescriptor(hidden, [rows, width], [hidden.stride(0), 1], [block_m, block_k]),
+        TensorDescriptor(weight, [vocab_size, width], [weight.stride(0), 1], [block_n, block_k]),
+        TensorDescriptor(exps, [rows, vocab_size], [exps.stride(0), 1], [block_m, block_n // TILE["SUBTILES"]]),
+        offset if bias is None else bias,
+        offset,
+        offset if only_if is None else only_if,
+        sums,
+        moments,
+        rows,
+        vocab_size,
+        width,
+        scale * 1.4426950408889634,
+        softcap or 1.0,
+        NUM_PROGRAMS=programs,
+        HAS_BIAS=bias is not None,
+        HAS_CAP=softcap is not None,
+        CONDITIONAL=only_if is not None,
+        MAXIMUM=maximum,
+        ENTROPY=with_entropy,
+        EVEN=vocab_size % block_n == 0,
+        INTERPRET=INTERPRET,
+        **TILE,
+    )
+    return sums, moments if with_entropy else None
+
+
+def row_sums(sums, moments, offset, *, only_if=None, out=None):
+    """Totals over the tiles of :func:`exp_logits`.
+
+    Returns:
+        fp32 [n] sums; fp32 [n] moments or None; int32 scalar, 1 if a row's sum is not below 2**90.
+    """
+    tiles, rows = sums.shape
+    if out is None:
+        total = torch.empty(rows, device=sums.device, dtype=torch.float32)
+        out = total, torch.empty_like(total), torch.zeros((), device=sums.device, dtype=torch.int32)
+    total, moment, flag = out
+    _row_sums_kernel[(triton.cdiv(rows, ROWS),)](
+        sums,
+        sums if moments is None else moments,
+        total,
+        moment,
+        flag if only_if is None else only_if,
+        flag,
+        rows,
+        tiles,
+        MAX_SUM,
+        ENTROPY=moments is not None,
+        CONDITIONAL=only_if is not None,
+        ROWS=ROWS,
+        BLOCK=ROW_BLOCK,
+    )
+    return out
+
+
+def raise_offsets(maxima, total, offset, only_if):
+    """Where a row's sum is not below 2**90, its offset becomes its true maximum, in place."""
+    tiles, rows = maxima.shape
+    _raise_offsets_kernel[(triton.cdiv(rows, ROWS),)](
+        maxima, total, offset, only_if, rows, tiles, MAX_SUM, ROWS=ROWS, BLOCK=ROW_BLOCK
+    )
+
+
+def finish_rows(exps, hidden, target_ids, target, offset, total, grad_logps, scale, softcap):
+    """Prepares the gradient GEMMs: puts each row's target into ``exps`` and scales the hidden states.
+
+    With u = -grad * slope / sum, the gradient by the raw product is u * (e - sum * onehot). The row's factor u goes to
+    the hidden states for the weight's gradient, and is returned for the rows of the hidden states' gradient. A row
+    without upstream gradient, or whose sum is not finite, becomes 0.
+
+    Returns:
+        fp32 [n] u; bf16 [n, H] u * hidden.
+    """
+    rows, width = hidden.shape
+    factor = torch.empty(rows, device=hidden.device, dtype=torch.float32)
+    scaled = torch.empty_like(hidden)
+    _finish_rows_kernel[(rows,)](
+        exps,
+        hidden,
+        target_ids,
+        target,
+        offset,
+        total,
+        grad_logps,
+        factor,
+        scaled,
+        exps.stride(0),
+        hidden.stride(0),
+        scaled.stride(0),
+        exps.shape[1],
+        width,
+        scale,
+        softcap or 1.0,
+        HAS_CAP=softcap is not None,
+        BLOCK_H=triton.next_power_of_2(width),
+        BLOCK_V=16 if INTERPRET else 4096,
+        num_warps=4,
+    )
+    return factor, scaled
+
+
+def _num_programs(device: torch.device) -> int:
+    if INTERPRET:
+        return 3
+    return torch.cuda.get_device_properties(device).multi_processor_count * PROGRAMS_PER_MULTIPROCESSOR
+
+
+@triton.jit
+def _tanh(x):
+    return 2 * tl.sigmoid(2 * x) - 1
+
+
+@triton.jit
+def _too_large(total, max_sum):
+    return (total >= max_sum) | (total != total)
+
+
+@triton.jit
+def _target_offsets_kernel(
+    hidden_ptr,
+    weight_ptr,
+    bias_ptr,
+    target_ids_ptr,
+    probe_ptr,
+    target_ptr,
+    offset_ptr,
+    stride_h,
+    stride_w,
+    stride_p,
+    width,
+    num_probes,
+    scale,
+    softcap,
+    bias_nats,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    token = tl.load(target_ids_ptr + row)
+    columns = tl.arange(0, BLOCK_H)
+    hidden = tl.load(hidden_ptr + row * stride_h + columns, mask=columns < width, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + token * stride_w + columns, mask=columns < width, other=0.0).to(tl.float32)
+    logit = tl.sum(hidden * weight, 0)
+    if HAS_BIAS:
+        logit += tl.load(bias_ptr + token)
+    if HAS_CAP:
+        logit = softcap * _tanh(logit * scale)
+    else:
+        logit *= scale
+    probes = tl.arange(0, BLOCK_P)
+    seen = tl.load(probe_ptr + row * stride_p + probes, mask=probes < num_probes, other=float("-inf"))
+    estimate = tl.maximum(tl.max(seen, 0), logit)
+    tl.store(target_ptr + row, logit * LOG2E)
+    tl.store(offset_ptr + row, (estimate + bias_nats) * LOG2E)
+
+
+@triton.jit
+def _exp_logits_kernel(
+    hidden_desc,
+    weight_desc,
+    exps_desc,
+    bias_ptr,
+    offset_ptr,
+    only_if_ptr,
+    sums_ptr,
+    moments_ptr,
+    rows,
+    vocab_size,
+    width,
+    scale,
+    softcap,
+    NUM_PROGRAMS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_CAP: tl.constexpr,
+    CONDITIONAL: tl.constexpr,
+    MAXIMUM: tl.constexpr,
+    ENTROPY: tl.constexpr,
+    EVEN: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    FLATTEN: tl.constexpr,
+):
+    tiles_m = tl.cdiv(rows, BLOCK_M)
+    tiles = tiles_m * tl.cdiv(vocab_size, BLOCK_N)
+    if CONDITIONAL:
+        tiles *= tl.load(only_if_ptr)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILES
+    # rows vary fastest: the chunk's hidden states stay in L2 while the weight streams through once
+    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS, flatten=FLATTEN):
+        row0, column0 = (tile % tiles_m) * BLOCK_M, (tile // tiles_m) * BLOCK_N
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k in tl.range(0, tl.cdiv(width, BLOCK_K)):
+            a = hidden_desc.load([row0, k * BLOCK_K])
+            b = weight_desc.load([column0, k * BLOCK_K])
+            if INTERPRET:  # its bf16 dot is silently wrong
+                a, b = a.to(tl.float32), b.to(tl.float32)
+            acc = tl.dot(a, b.T, acc)
+        index = row0 + tl.arange(0, BLOCK_M)
+        offset = tl.load(offset_ptr + index, mask=index < rows, other=0.0)[:, None]
+        if SUBTILES == 2:
+            parts = acc.reshape(BLOCK_M, 2, WIDTH).permute(0, 2, 1).split()
+        else:
+            parts = (acc,)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        moment = tl.zeros((BLOCK_M,), tl.float32)
+        if MAXIMUM:
+            total += float("-inf")
+        for part in tl.static_range(SUBTILES):
+            first = column0 + part * WIDTH
+            columns = first + tl.arange(0, WIDTH)
+            z = parts[part]
+            if HAS_BIAS:
+                z += tl.load(bias_ptr + columns, mask=columns < vocab_size, other=0.0)[None, :]
+            if HAS_CAP:
+                tanh = _tanh(z * (scale / LOG2E))
+                z = softcap * LOG2E * tanh
+            else:
+                z *= scale
+            if MAXIMUM:
+                total = tl.maximum(total, tl.max(tl.where(columns[None, :] < vocab_size, z, float("-inf")), 1))
+            else:
+                x = z - offset
+                e = tl.exp2(x)
+                if not EVEN:
+                    e = tl.where(columns[None, :] < vocab_size, e, 0.0)
+                total += tl.sum(e, 1)
+                if ENTROPY:
+                    moment += tl.sum(tl.where(e > 0, e * x, 0.0), 1)
+                if HAS_CAP:
+                    e *= 1 - tanh * tanh
+                exps_desc.store([row0, first], e.to(tl.bfloat16))
+        place = (tile // tiles_m).to(tl.int64) * rows + index
+        tl.store(sums_ptr + place, total, mask=index < rows)
+        if ENTROPY:
+            tl.store(moments_ptr + place, moment, mask=index < rows)
+
+
+@triton.jit
+def _row_sums_kernel(
+    sums_ptr,
+    moments_ptr,
+    total_ptr,
+    moment_ptr,
+    only_if_ptr,
+    flag_ptr,
+    rows,
+    tiles,
+    max_sum,
+    ENTROPY: tl.constexpr,
+    CONDITIONAL: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    total, moment = tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS,), tl.float32)
+    if CONDITIONAL:
+        tiles = tiles * tl.load(only_if_ptr)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        place = tile[:, None].to(tl.int64) * rows + index[None, :]
+        mask = (tile[:, None] < tiles) & (index[None, :] < rows)
+        total += tl.sum(tl.load(sums_ptr + place, mask=mask, other=0.0), 0)
+        if ENTROPY:
+            moment += tl.sum(tl.load(moments_ptr + place, mask=mask, other=0.0), 0)
+    if CONDITIONAL:
+        mask = index < tl.where(tiles > 0, rows, 0)
+    else:
+        mask = index < rows
+        tl.atomic_max(flag_ptr, tl.max((mask & _too_large(total, max_sum)).to(tl.int32), 0))
+    tl.store(total_ptr + index, total, mask=mask)
+    if ENTROPY:
+        tl.store(moment_ptr + index, moment, mask=mask)
+
+
+@triton.jit
+def _raise_offsets_kernel(
+    maxima_ptr, total_ptr, offset_ptr, only_if_ptr, rows, tiles, max_sum, ROWS: tl.constexpr, BLOCK: tl.constexpr
+):
+    index = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    tiles *= tl.load(only_if_ptr)
+    for first in range(0, tiles, BLOCK):
+        tile = first + tl.arange(0, BLOCK)
+        place = tile[:, None].to(tl.int64) * rows + index[None, :]
+        mask = (tile[:, None] < tiles) & (index[None, :] < rows)
+        largest = tl.maximum(largest, tl.max(tl.load(maxima_ptr + place, mask=mask, other=float("-inf")), 0))
+    total = tl.load(total_ptr + index, mask=index < rows, other=0.0)
+    tl.store(offset_ptr + index, largest, mask=(index < tl.where(tiles > 0, rows, 0)) & _too_large(total, max_sum))
+
+
+@triton.jit
+def _finish_rows_kernel(
+    exps_ptr,
+    hidden_ptr,
+    target_ids_ptr,
+    target_ptr,
+    offset_ptr,
+    total_ptr,
+    grad_ptr,
+    factor_ptr,
+    scaled_ptr,
+    stride_e,
+    stride_h,
+    stride_s,
+    vocab_size,
+    width,
+    scale,
+    softcap,
+    HAS_CAP: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    total, grad = tl.load(total_ptr + row), tl.load(grad_ptr + row)
+    target, offset = tl.load(target_ptr + row), tl.load(offset_ptr + row)
+    finite = (total > 0) & (total < float("inf"))
+    factor = tl.where(finite & (grad != 0), -grad * scale / tl.where(finite, total, 1.0), 0.0)
+    tl.store(factor_ptr + row, factor)
+    entry = tl.exp2(target - offset) - total
+    if HAS_CAP:
+        tanh = target / (softcap * LOG2E)
+        entry *= 1 - tanh * tanh
+    exps_row = exps_ptr + row * stride_e
+    tl.store(exps_row + tl.load(target_ids_ptr + row), entry.to(tl.bfloat16))
+    for first in range(0, tl.where(finite, 0, vocab_size), BLOCK_V):
+        columns = first + tl.arange(0, BLOCK_V)
+        tl.store(exps_row + columns, tl.zeros((BLOCK_V,), tl.bfloat16), mask=columns < vocab_size)
+    columns = tl.arange(0, BLOCK_H)
+    live_width = tl.where(factor != 0, width, 0)
+    hidden = tl.load(hidden_ptr + row * stride_h + columns, mask=columns < live_width, other=0.0).to(tl.float32)
+    tl.store(scaled_ptr + row * stride_s + columns, (factor * hidden).to(tl.bfloat16), mask=columns < width)

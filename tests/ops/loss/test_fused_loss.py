@@ -1,0 +1,318 @@
+"""`grpo_loss` against the loss on full logits in float64: every loss, option and schedule; then its Triton head."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from numerics import assert_no_worse_than
+from test_objective import VARIANTS, configs_of, each_variant, make_config
+
+from grpo_moe.ops.loss import LossConfig, fused_head, grpo_loss, grpo_loss_from_logps, head
+from grpo_moe.ops.loss.reference import token_logps_reference
+from grpo_moe.ops.loss.schedule import SCHEDULES, choose_schedule, is_linear, whole_rows
+
+H, V = 5, 13
+GSPO = LossConfig(loss_type="grpo", importance_sampling_level="sequence")
+
+
+def make_batch(rows=4, width=7, dtype=torch.float64, hidden=H, vocab=V, seed=0, noise=0.15):
+    """Inputs of grpo_loss: rows of different lengths, one with a hole, one without a token, one of advantage 0."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    lengths = torch.tensor([(7, 5, 0, 4, 6)[i % 5] for i in range(rows)]).clamp(max=width)
+    mask = torch.arange(width) < lengths[:, None]
+    mask[1:2, 1:2] = False
+    states, weight = normal(rows, width, hidden).to(dtype), normal(vocab, hidden).to(dtype)
+    ids = torch.randint(vocab, (rows, width), generator=generator)
+    logps = token_logps_reference(states.double().flatten(0, 1), weight.double(), ids.flatten()).view(rows, width)
+    return {
+        "hidden_states": states,
+        "lm_head_weight": weight,
+        "completion_ids": ids,
+        "completion_mask": mask,
+        "advantages": torch.tensor([(1.0, -0.8, 0.4, 0.0, -0.3)[i % 5] for i in range(rows)], dtype=torch.float64),
+        **{name: logps + noise * normal(rows, width) for name in ("old_logps", "ref_logps", "sampling_logps")},
+    }
+
+
+def reference(config, batch, *, bias=None, logit_scale=1.0, softcap=None, **counts):
+    """The output of the loss on the full logits, in the dtype of the batch."""
+    batch = dict(batch)
+    hidden, weight, ids = (batch.pop(name) for name in ("hidden_states", "lm_head_weight", "completion_ids"))
+    options = {"bias": bias, "temperature": config.temperature, "logit_scale": logit_scale, "softcap": softcap}
+    safe_ids = torch.where(batch["completion_mask"], ids, 0)
+    both = token_logps_reference(hidden.flatten(0, 1), weight, safe_ids.flatten(), return_entropy=True, **options)
+    logps, entropy = (x.view(ids.shape) for x in both)
+    entropy = entropy if config.top_entropy_quantile != 1 else None
+    return grpo_loss_from_logps(logps, config=config, entropy=entropy, **batch, **counts)
+
+
+def outcome(function, config, batch, needed=("hidden_states", "lm_head_weight"), **options):
+    """(output, gradients of the needed inputs; those of the bias last if it has one)."""
+    leaves = {name: batch[name].clone().requires_grad_() for name in needed}
+    if options.get("bias") is not None:
+        options["bias"] = options["bias"].clone().requires_grad_()
+    if function is reference:
+        options.pop("schedule", None), options.pop("chunk_size", None)
+        output = reference(config, {**batch, **leaves}, **options)
+    else:
+        output = grpo_loss(config=config, **{**batch, **leaves}, **options)
+    output.loss.backward()
+    sources = [*leaves.values(), options.get("bias")]
+    return output, [leaf.grad for leaf in sources if leaf is not None]
+
+
+def assert_same(actual, expected, **tolerance):
+    tolerance = tolerance or {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(actual[0].loss, expected[0].loss, **tolerance)
+    for a, b in zip(actual[1], expected[1], strict=True):
+        torch.testing.assert_close(a, b, **tolerance)
+
+
+def schedules_of(config, batch, chunk_size):
+    """The schedules that are exact for the batch."""
+    longest = int(batch["completion_mask"].sum(1).max())
+    for schedule in SCHEDULES:
+        try:
+            yield choose_schedule(config, schedule, batch["old_logps"] is not None, False, longest, chunk_size)
+        except ValueError:
+            pass
+
+
+@each_variant
+@pytest.mark.parametrize("on_policy", [False, True])
+def test_every_schedule_equals_the_full_logits(variant, on_policy):
+    batch = make_batch()
+    if on_policy:
+        batch["old_logps"] = None
+    tried = set()
+    for config, chunk_size in itertools.product(configs_of(variant), (3, 8, 100)):
+        expected = outcome(reference, config, batch)
+        assert any(g.abs().max() > 1e-4 for g in expected[1])
+        for schedule in ("auto", *schedules_of(config, batch, chunk_size)):
+            actual = outcome(grpo_loss, config, batch, schedule=schedule, chunk_size=chunk_size)
+            assert_same(actual, expected)
+            tried.add(schedule)
+    assert {"auto", "one-pass", "two-pass"} <= tried
+
+
+def test_sequence_linear_is_exact_where_it_is_chosen():
+    batch, chosen = make_batch(), set()
+    for variant in VARIANTS:
+        for config in configs_of(variant):
+            if choose_schedule(config, "auto", True, False, 7, 3) == "sequence-linear":
+                chosen.add(config.loss_type)
+                actual = outcome(grpo_loss, config, batch, schedule="sequence-linear", chunk_size=3)
+                assert_same(actual, outcome(reference, config, batch))
+    assert {"grpo", "dapo", "dr_grpo", "luspo", "vespo"} <= chosen
+
+
+@pytest.mark.parametrize(
+    ("config", "old_given", "longest", "schedule"),
+    [
+        (LossConfig(), True, 100, "one-pass"),
+        (LossConfig(beta=0.1), True, 100, "one-pass"),
+        (GSPO, True, 8, "one-pass"),
+        (GSPO, True, 9, "sequence-linear"),
+        (GSPO, False, 9, "one-pass"),
+        (LossConfig(loss_type="vespo"), True, 9, "sequence-linear"),
+        (LossConfig(loss_type="gmpo"), True, 9, "two-pass"),
+        (LossConfig(loss_type="grpo", importance_sampling_level="sequence", beta=0.1), True, 9, "two-pass"),
+        (LossConfig(off_policy_mask_threshold=0.1), True, 9, "two-pass"),
+        (LossConfig(top_entropy_quantile=0.5), True, 1, "two-pass"),
+    ],
+)
+def test_auto_takes_the_cheapest_exact_schedule(config, old_given, longest, schedule):
+    assert choose_schedule(config, "auto", old_given, False, longest, 8) == schedule
+
+
+def test_linear_losses_depend_on_the_row():
+    for variant in VARIANTS:
+        for config in configs_of(variant):
+            assert whole_rows(config, True) or not is_linear(config, False)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bias": torch.linspace(-1, 1, V, dtype=torch.float64)},
+        {"logit_scale": 0.3},
+        {"softcap": 2.0},
+        {"bias": torch.linspace(-1, 1, V, dtype=torch.float64), "softcap": 3.0, "logit_scale": 1.7},
+    ],
+)
+@pytest.mark.parametrize("config", [LossConfig(temperature=0.7), GSPO])
+def test_head_options_equal_the_full_logits(config, options):
+    batch = make_batch()
+    for chunk_size in (3, 100):
+        actual = outcome(grpo_loss, config, batch, chunk_size=chunk_size, **options)
+        assert_same(actual, outcome(reference, config, batch, **options))
+
+
+@pytest.mark.parametrize("needed", [("hidden_states",), ("lm_head_weight",)])
+@pytest.mark.parametrize("config", [LossConfig(), GSPO])
+def test_only_the_needed_gradient_is_computed(needed, config, monkeypatch):
+    seen = []
+    backward = head.TorchHead.backward
+    monkeypatch.setattr(
+        head.TorchHead, "backward", lambda *a, **k: seen.append({n for n, x in k.items() if x is not None}) or backward(*a, **k)
+    )  # fmt: skip
+    batch = make_batch()
+    actual = outcome(grpo_loss, config, batch, needed, chunk_size=3)
+    assert_same(actual, outcome(reference, config, batch, needed))
+    (names,) = {frozenset(x) for x in seen}
+    assert names == {"grad_" + needed[0].removeprefix("lm_head_").removesuffix("_states")}
+
+
+def test_rows_that_carry_no_gradient_are_dropped_before_any_product(monkeypatch):
+    rows = []
+    logits = head.TorchHead.logits
+    monkeypatch.setattr(head.TorchHead, "logits", lambda self, x: rows.append(len(x)) or logits(self, x))
+    batch = make_batch()  # lengths 7, 4 (a hole), 0, 4; the last has advantage 0
+    output, _ = outcome(grpo_loss, LossConfig(), batch)
+    assert sum(rows) == 11 and output.stats["num_skipped_tokens"] == 4 and output.stats["num_tokens"] == 11
+    rows.clear()
+    output, _ = outcome(grpo_loss, LossConfig(beta=0.1), batch)
+    assert sum(rows) == 15 and output.stats["num_skipped_tokens"] == 0
+    rows.clear()
+    with torch.no_grad():
+        grpo_loss(config=LossConfig(), **batch)
+    assert sum(rows) == 11
+
+
+@each_variant
+def test_garbage_outside_the_mask_changes_nothing(variant):
+    config, batch = make_config(variant), make_batch()
+    masked = ~batch["completion_mask"]
+    poisoned = dict(batch)
+    for name, value in {"old_logps": math.nan, "ref_logps": math.inf, "sampling_logps": -math.inf}.items():
+        poisoned[name] = batch[name].masked_fill(masked, value)
+    poisoned["hidden_states"] = batch["hidden_states"].masked_fill(masked[..., None], math.nan)
+    poisoned["completion_ids"] = batch["completion_ids"].masked_fill(masked, -100)
+    for schedule, chunk_size in [("auto", 3), ("two-pass", 3), ("auto", 100)]:
+        clean, dirty = (
+            outcome(grpo_loss, config, b, schedule=schedule, chunk_size=chunk_size) for b in (batch, poisoned)
+        )
+        assert_same(dirty, clean, rtol=0, atol=0)
+        assert dirty[0].stats.keys() == clean[0].stats.keys()
+        assert all(torch.equal(dirty[0].stats[name], x) for name, x in clean[0].stats.items())
+
+
+@each_variant
+def test_token_with_hidden_states_of_nan_is_dropped_and_counted(variant):
+    config, batch = make_config(variant), make_batch()
+    broken = dict(batch, hidden_states=batch["hidden_states"].clone(), completion_mask=batch["completion_mask"].clone())
+    broken["hidden_states"][0, 6] = math.nan
+    output, gradients = outcome(grpo_loss, config, broken, chunk_size=100)
+    broken["completion_mask"][0, 6] = False
+    assert output.stats["num_dropped_tokens"] == 1
+    num_loss_tokens = int(batch["completion_mask"].sum())
+    without = outcome(grpo_loss, config, broken, chunk_size=100, num_loss_tokens=num_loss_tokens)
+    assert_same((output, gradients), without)
+
+
+@each_variant
+def test_micro_batches_add_up(variant):
+    config, batch = make_config(variant), make_batch(rows=9)
+    counts = {"num_loss_tokens": int(batch["completion_mask"].sum()), "num_sequences": 9}
+    whole = outcome(grpo_loss, config, batch, chunk_size=4, **counts)
+    loss, total = 0, [torch.zeros_like(g) for g in whole[1]]
+    order = torch.randperm(9)
+    for rows in order.split([2, 3, 1, 3]):
+        part = {n: x if n == "lm_head_weight" else x[rows] for n, x in batch.items()}
+        output, (hidden, weight) = outcome(grpo_loss, config, part, chunk_size=3, **counts)
+        loss += output.loss
+        total[0][rows] += hidden
+        total[1] += weight
+    torch.testing.assert_close(loss, whole[0].loss, rtol=1e-9, atol=1e-12)
+    for a, b in zip(total, whole[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-12)
+
+
+@each_variant
+def test_batch_without_a_token_gives_a_differentiable_zero(variant):
+    batch = make_batch()
+    batch["completion_mask"] = torch.zeros_like(batch["completion_mask"])
+    output, gradients = outcome(grpo_loss, make_config(variant), batch)
+    assert output.loss == 0 and all(torch.count_nonzero(g) == 0 for g in gradients)
+
+
+def test_stats_and_token_losses_equal_those_of_the_full_logits():
+    batch = make_batch()
+    batch["advantages"] = batch["advantages"] + 0.1  # nothing is skipped
+    config = LossConfig(beta=0.1, sampler_correction="token_mask")
+    actual, expected = outcome(grpo_loss, config, batch, chunk_size=3)[0], outcome(reference, config, batch)[0]
+    torch.testing.assert_close(actual.per_token_loss, expected.per_token_loss.detach(), rtol=1e-9, atol=1e-12)
+    assert not actual.per_token_loss.requires_grad
+    for name, value in expected.stats.items():
+        torch.testing.assert_close(actual.stats[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_upstream_gradient_retained_graph_and_tied_weight():
+    batch = make_batch()
+    hidden, weight = (batch[n].clone().requires_grad_() for n in ("hidden_states", "lm_head_weight"))
+    loss = grpo_loss(config=LossConfig(), **{**batch, "hidden_states": hidden, "lm_head_weight": weight}).loss
+    once = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
+    scaled = torch.autograd.grad(loss * -0.3, (hidden, weight), retain_graph=True)
+    again = torch.autograd.grad(loss, (hidden, weight))
+    for a, b, c in zip(once, scaled, again, strict=True):
+        torch.testing.assert_close(b, a * -0.3)
+        assert torch.equal(a, c)
+    tied = batch["lm_head_weight"].clone().requires_grad_()
+    loss = lambda f: f(config=LossConfig(), batch={**batch, "hidden_states": tied[batch["completion_ids"]], "lm_head_weight": tied}).loss  # noqa: E731, E501  # fmt: skip
+    ours = torch.autograd.grad(loss(lambda config, batch: grpo_loss(config=config, **batch)), tied)
+    torch.testing.assert_close(ours, torch.autograd.grad(loss(lambda config, batch: reference(config, batch)), tied))
+
+
+def test_non_contiguous_inputs():
+    batch = make_batch()
+    strided = dict(batch)
+    strided["hidden_states"] = batch["hidden_states"].transpose(0, 1).contiguous().transpose(0, 1)
+    strided["lm_head_weight"] = batch["lm_head_weight"].T.contiguous().T
+    strided["old_logps"] = batch["old_logps"].T.contiguous().T
+    assert not strided["hidden_states"].is_contiguous()
+    config = LossConfig()
+    actual = grpo_loss(config=config, **{**strided, "hidden_states": (h := strided["hidden_states"].requires_grad_())})
+    actual.loss.backward()
+    expected = outcome(grpo_loss, config, batch)
+    assert actual.loss == expected[0].loss
+    torch.testing.assert_close(h.grad, expected[1][0], rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_is_no_worse_than_eager(dtype):
+    batch = make_batch(rows=8, width=7, dtype=dtype, hidden=32, vocab=127)
+    wide = {n: x.double() if n in ("hidden_states", "lm_head_weight") else x for n, x in batch.items()}
+    truth, eager = outcome(reference, LossConfig(), wide), outcome(reference, LossConfig(), batch)
+    actual = outcome(grpo_loss, LossConfig(), batch, chunk_size=9)
+    for e, a, t in zip(eager[1], actual[1], truth[1], strict=True):
+        assert a.dtype == dtype
+        assert_no_worse_than(e, a, t)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_states": torch.zeros(4, H)}, r"hidden_states must be \[B, T, H\]"),
+        ({"completion_ids": torch.zeros(4, 6, dtype=torch.long)}, "completion_ids must be"),
+        ({"completion_mask": torch.ones(4, 6)}, "completion_mask must be"),
+        ({"completion_ids": torch.full((4, 7), V)}, r"target_ids must be in \[0, V\)"),
+        ({"lm_head_weight": torch.zeros(V, H + 1)}, "lm_head_weight must be"),
+        ({"schedule": "three-pass"}, "schedule must be one of auto, one-pass, sequence-linear, two-pass"),
+        ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),
+        ({"softcap": -1.0}, "softcap must be finite and above 0"),
+        ({"advantages": torch.zeros(3)}, "advantages must be"),
+        ({"config": GSPO, "schedule": "one-pass", "chunk_size": 3}, "schedule must be exact for loss_type 'grpo'"),
+        ({"schedule": "sequence-linear"}, "schedule must be exact for loss_type 'dapo'"),
+        ({"config": LossConfig(beta=0.1), "ref_logps": None}, "ref_logps must be given"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    batch = make_batch()
+    batch["hidden_states"].requires_grad_()
+    with pytest.raises(ValueError, match=message):
+        grpo_loss(**{**batch, "config": LossConfig(), **change})
