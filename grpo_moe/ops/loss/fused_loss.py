@@ -153,22 +153,20 @@ class _FusedLoss(torch.autograd.Function):
             grads = HeadGradients(head, flat, lm_head_weight, bias, needed)
             _Run(head, flat, grads, sweep).all_chunks(any(needed))
         ctx.save_for_backward(*grads.totals())
-        ctx.like = [None if x is None else (x.shape, x.dtype) for x in (hidden_states, lm_head_weight, bias)]
+        ctx.like = [
+            None if x is None else torch.empty_like(x, device="meta") for x in (hidden_states, lm_head_weight, bias)
+        ]
+        ctx.scaled = head.scaled
         return sweep.objective.output(sweep.logps, sweep.entropy).loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):
-        return *(scaled(x, grad_loss, like) for x, like in zip(ctx.saved_tensors, ctx.like, strict=True)), None
-
-
-def scaled(x: torch.Tensor | None, scale: torch.Tensor, like: tuple[torch.Size, torch.dtype]) -> torch.Tensor | None:
-    """x * scale of that shape and dtype, in one pass and with the scale in its own precision."""
-    if x is None:
-        return None
-    shape, dtype = like
-    out = torch.empty_like(x, dtype=dtype)
-    return torch.mul(x, scale.view([1] * x.ndim), out=out).view(shape)
+        grads = []
+        for x, like in zip(ctx.saved_tensors, ctx.like, strict=True):
+            grad = None if x is None else ctx.scaled(x, grad_loss, like.dtype)
+            grads.append(grad if grad is None or grad.shape == like.shape else grad.view(like.shape))
+        return *grads, None
 
 
 class _Run:

@@ -158,6 +158,11 @@ class TorchHead:
         if grad_weight is not None:
             grad_weight.add_product(grad.T, chunk.hidden_states.masked_fill(idle, 0))
 
+    @staticmethod
+    def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """scale * x rounded once to ``dtype``; the scale is a scalar in its own precision."""
+        return torch.mul(x, scale.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))
+
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """x as a factor of the products, rounded as the weight was."""
         return x.to(self._operand_dtype).to(self.weight.dtype)

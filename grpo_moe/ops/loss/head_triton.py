@@ -27,7 +27,7 @@ class TritonHead:
         chunk_size: most rows in a call of forward.
     """
 
-    dtype, bias_terms = torch.float32, 8
+    dtype, bias_terms = torch.float32, 8  # cuBLAS wants rows of 16 bytes
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, options: HeadOptions, chunk_size: int):
         self.weight = weight.contiguous()
@@ -53,13 +53,13 @@ class TritonHead:
         probe_logits = self._probe_logits(hidden_states)
         target, offset = kernels.target_offsets(hidden_states, self.weight, self.bias, target_ids, probe_logits, *how)
         inputs = (hidden_states, self.weight, self.bias, offset, exps, *how)
-        sums, moments = kernels.exp_logits(*inputs, with_entropy=with_entropy)
-        out = kernels.row_sums(sums, moments, offset)
+        parts = kernels.exp_logits(*inputs, with_entropy=with_entropy)
+        out = kernels.row_sums(*parts)
         total, moment, again = out
-        maxima, _ = kernels.exp_logits(*inputs, only_if=again, maximum=True)
+        maxima, _ = kernels.exp_logits(*inputs, only_if=again, maximum=True, out=(parts[0], None))
         kernels.raise_offsets(maxima, total, offset, again)
-        sums, moments = kernels.exp_logits(*inputs, only_if=again, with_entropy=with_entropy)
-        kernels.row_sums(sums, moments, offset, only_if=again, out=out)
+        kernels.exp_logits(*inputs, only_if=again, with_entropy=with_entropy, out=parts)
+        kernels.row_sums(*parts, only_if=again, out=out)
         total.masked_fill_(~(total < kernels.MAX_SUM), torch.nan)  # the row holds NaN or +inf
         log_total = total.log()
         logps = (target - offset) * _LN2 - log_total
@@ -97,11 +97,14 @@ class TritonHead:
             parts[0], parts[1] = high, low
             grad_bias.add_product(parts, exps)
 
+    scaled = staticmethod(kernels.scaled)
+
     def _buffer(self, rows: int) -> torch.Tensor:
         vocab_size = len(self.weight)
-        if self._exps is None:
+        if self._exps is None or len(self._exps) < rows:
+            self._exps = None  # freed first
             stride = -(-vocab_size // 8) * 8  # rows start at multiples of 16 bytes
-            self._exps = self.weight.new_empty(self.chunk_size, stride)
+            self._exps = self.weight.new_empty(rows, stride)
         return self._exps[:rows, :vocab_size]
 
     def _probe_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:

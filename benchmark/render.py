@@ -1,0 +1,91 @@
+"""Markdown tables from benchmark lines: python benchmark/render.py benchmark/results/h200.jsonl"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from harness import read_lines
+
+POINT_FIELDS = {"grpo_loss": ("level", "H", "V", "L", "tokens")}
+"""What makes a row of an op's table; its columns are the implementations."""
+ERROR_FIELDS = {"grpo_loss": ("logp_error", "grad_hidden_error", "grad_weight_error")}
+"""Errors against float64 truth, the largest of an implementation is shown."""
+ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")
+
+
+def render(lines: list[dict]) -> str:
+    """A section for each op: environment, times and memory, errors, and what was refused or failed.
+
+    Of lines with the same op, implementation and point the last one counts.
+
+    Raises:
+        ValueError: an op has no entry in POINT_FIELDS.
+    """
+    sections = []
+    for op in dict.fromkeys(line["op"] for line in lines):
+        if op not in POINT_FIELDS:
+            raise ValueError(f"op must be one of {', '.join(POINT_FIELDS)}, got {op!r}; add its fields to POINT_FIELDS")
+        latest = {(line["impl"], _point(line)): line for line in lines if line["op"] == op}
+        sections.append(_section(op, list(latest.values())))
+    return "\n".join(sections)
+
+
+def _section(op: str, lines: list[dict]) -> str:
+    facts = {name: sorted({str(line[name]) for line in lines if line.get(name)}) for name in ENVIRONMENT}
+    facts["peers"] = sorted({line["peer_version"] for line in lines if line.get("peer_version")})
+    texts = [f"{name} {', '.join(values)}" for name, values in facts.items() if values]
+    parts = [f"### {op}", "", "; ".join(texts), "", *_times(op, lines), "", *_errors(op, lines)]
+    failed = [line for line in lines if "error" in line]
+    if failed:
+        parts += ["", "Refused or failed:", ""]
+        parts += [f"- {line['impl']} at {_point_text(op, line)}: {line['error']}" for line in failed]
+    return "\n".join(parts) + "\n"
+
+
+def _times(op: str, lines: list[dict]) -> list[str]:
+    """Median (p20-p80), rate and peak memory, a row for each point."""
+    impls = list(dict.fromkeys(line["impl"] for line in lines))
+    cells = {(line["impl"], _point(line)): _cell(line) for line in lines}
+    rows = [[str(x) for x in p] + [cells.get((i, p), "-") for i in impls] for p in dict.fromkeys(map(_point, lines))]
+    return _table([*POINT_FIELDS[op], *impls], rows)
+
+
+def _errors(op: str, lines: list[dict]) -> list[str]:
+    names = ERROR_FIELDS.get(op, ())
+    rows = []
+    for impl in dict.fromkeys(line["impl"] for line in lines):
+        of_impl = [line for line in lines if line["impl"] == impl]
+        values = [[line[name] for line in of_impl if line.get(name) is not None] for name in names]
+        if any(values):
+            rows.append([impl, *(f"{max(x):.1e}" if x else "-" for x in values)])
+    return _table(["largest", *names], rows) if rows else []
+
+
+def _cell(line: dict) -> str:
+    if "error" in line:
+        return "failed"
+    text = f"{line['ms']:.4g} ms ({line['p20']:.4g}-{line['p80']:.4g}), {line['tflops']:.0f} TFLOP/s"
+    return text if line.get("peak_gib") is None else f"{text}, {line['peak_gib']:.1f} GiB"
+
+
+def _point(line: dict) -> tuple:
+    return tuple(line.get(name) for name in POINT_FIELDS[line["op"]])
+
+
+def _point_text(op: str, line: dict) -> str:
+    return ", ".join(f"{name} {line.get(name)}" for name in POINT_FIELDS[op])
+
+
+def _table(header: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
+
+
+def main(paths: list[str]) -> None:
+    if not paths:
+        raise SystemExit("usage: python benchmark/render.py FILE.jsonl ...")
+    print(render([line for path in paths for line in read_lines(Path(path))]))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
