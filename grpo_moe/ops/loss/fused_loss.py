@@ -97,9 +97,8 @@ def grpo_loss(
     sweep = _Sweep(objective, ids, HeadOptions(config.temperature, logit_scale, softcap), schedule, chunk_size)
     sweep.dtypes = head_dtypes(hidden_states, lm_head_weight)
     loss = _FusedLoss.apply(hidden_states, lm_head_weight, bias, sweep)
-    result = objective.output(sweep.logps, sweep.entropy)
     skipped = (wanted & ~taking_part).sum().to(loss.dtype)
-    return LossOutput(loss, result.per_token_loss, {**result.stats, "num_skipped_tokens": skipped})
+    return LossOutput(loss, sweep.output.per_token_loss, {**sweep.output.stats, "num_skipped_tokens": skipped})
 
 
 @dataclass(frozen=True)
@@ -141,6 +140,7 @@ class _Sweep:
     dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
     logps: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    output: LossOutput | None = None
 
 
 class _FusedLoss(torch.autograd.Function):
@@ -157,7 +157,8 @@ class _FusedLoss(torch.autograd.Function):
             None if x is None else torch.empty_like(x, device="meta") for x in (hidden_states, lm_head_weight, bias)
         ]
         ctx.scaled = head.scaled
-        return sweep.objective.output(sweep.logps, sweep.entropy).loss
+        sweep.output = sweep.objective.output(sweep.logps, sweep.entropy)
+        return sweep.output.loss
 
     @staticmethod
     @once_differentiable
@@ -231,21 +232,17 @@ class _Run:
         self._backward(chunk, cells, coefficients[cells - rows.start * self.sweep.ids.shape[1]])
 
     def _long_sequence(self, places: slice) -> None:
-        cells, width = self.cells[places], self.hidden_states.shape[1]
-        rows = self._rows(places)
-        hidden = None
-        if self.grads.hidden is not None:
-            hidden = self.hidden_states.new_empty(len(cells), width, dtype=self.head.dtype)
+        cells, rows, hidden = self.cells[places], self._rows(places), []
         sums = {name: RunningSum(x.value.shape, self.head.dtype, x.value.device) for name, x in self.grads.sums.items()}
         for part in chunks_of(len(cells), self.head.chunk_size):
             chunk = self._forward(cells[part])
             ones = chunk.logps.isfinite().to(chunk.logps.dtype)
-            self.head.backward(chunk, ones, grad_hidden=None if hidden is None else hidden[part], **sums)
+            hidden.append(self.head.backward(chunk, ones, need_hidden=self.grads.hidden is not None, **sums))
         coefficients = self.objective.gradient(self.sweep.logps, rows).flatten()
         # equal at every token that takes part, 0 at a dropped one
         coefficient = coefficients.gather(0, coefficients.abs().argmax()[None])[0]
-        if hidden is not None:
-            self.grads.hidden[cells] = hidden.mul_(coefficient).to(self.grads.hidden.dtype)
+        if self.grads.hidden is not None:
+            self._store(cells, torch.cat(hidden).mul_(coefficient))
         for name, total in self.grads.sums.items():
             total.add(sums[name].value, coefficient)
 
@@ -257,10 +254,12 @@ class _Run:
         return chunk
 
     def _backward(self, chunk, cells: torch.Tensor, coefficients: torch.Tensor) -> None:
-        hidden = None if self.grads.hidden is None else torch.empty_like(chunk.hidden_states, dtype=self.head.dtype)
-        self.head.backward(chunk, coefficients.contiguous(), grad_hidden=hidden, **self.grads.sums)
+        hidden = self.head.backward(chunk, coefficients.contiguous(), **self.grads.needed)
         if hidden is not None:
-            self.grads.hidden[cells] = hidden.to(self.grads.hidden.dtype)
+            self._store(cells, hidden)
+
+    def _store(self, cells: torch.Tensor, hidden: torch.Tensor) -> None:
+        self.grads.hidden[cells] = hidden.to(self.grads.hidden.dtype)
 
     def _cells(self) -> tuple[torch.Tensor, list[int]]:
         """Numbers of the tokens to compute, in order, and how many there are in each row."""

@@ -126,18 +126,21 @@ class TorchHead:
         grad_logps: torch.Tensor,
         *,
         grad_entropy: torch.Tensor | None = None,
-        grad_hidden: torch.Tensor | None = None,
+        need_hidden: bool = True,
         grad_weight: RunningSum | None = None,
         grad_bias: RunningSum | None = None,
-    ) -> None:
-        """Adds the chunk's gradients; a row with upstream gradient 0 adds exactly 0, even if its logits are NaN.
+    ) -> torch.Tensor | None:
+        """The chunk's gradients; a row with upstream gradient 0 adds exactly 0, even if its logits are NaN.
 
         Args:
             chunk: of the last forward pass; it is used up.
             grad_logps, grad_entropy: [n] upstream gradients.
-            grad_hidden: [n, H], overwritten; or None.
+            need_hidden: whether to compute the gradient of the hidden states.
             grad_weight: sum [V, H], or None.
             grad_bias: sum [bias_terms, V], or None.
+
+        Returns:
+            [n, H] gradient of the hidden states in the head's dtype, or None.
         """
         logits, log_sums = chunk.kept["logits"], chunk.kept["log_sums"]
         idle = grad_logps == 0 if grad_entropy is None else (grad_logps == 0) & (grad_entropy == 0)
@@ -153,10 +156,9 @@ class TorchHead:
         if grad_bias is not None:
             grad_bias.add_product(grad.new_ones(1, len(grad)), grad)
         grad = grad.to(self.weight.dtype)
-        if grad_hidden is not None:
-            grad_hidden.copy_(product(grad, self.weight, self.dtype))
         if grad_weight is not None:
             grad_weight.add_product(grad.T, chunk.hidden_states.masked_fill(idle, 0))
+        return product(grad, self.weight, self.dtype) if need_hidden else None
 
     @staticmethod
     def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -73,7 +73,7 @@ def test_logps_from_logits_is_no_worse_than_eager(dtype, vocab_size, length, tem
     actual = logps_and_gradient(logps_from_logits, logits, ids, **options)
     assert [x.dtype for x in actual] == [FP32, dtype]
     if vocab_size == 1:
-        assert not any(x.count_nonzero() for x in actual)
+        assert all(x.abs().max() < 1e-6 for x in actual)  # a GPU fuses z / temperature into the difference
         return
     eager = logps_and_gradient(lambda x, *args, **kw: reference_logps(x.float(), *args, **kw), logits, ids, **options)
     truncates = path == "triton" and dtype == BF16 and not torch.cuda.is_available()  # the interpreter's cast to bf16
@@ -251,7 +251,7 @@ def test_entropy_equals_the_reference_and_has_no_gradient():
     logps, entropy = module._logps_and_entropy(logits, ids, mask, 0.8, False, with_entropy=True)
     expected = torch.where(mask, reference(logits.detach().double(), ids, 0.8)[1], 0)
     torch.testing.assert_close(entropy, expected.float(), rtol=1e-5, atol=2e-6)
-    assert entropy[0, 1] == 0 and entropy[0, 2] == pytest.approx(math.log(600))
+    assert abs(entropy[0, 1]) < 1e-6 and entropy[0, 2] == pytest.approx(math.log(600))
     assert logps.requires_grad and not entropy.requires_grad
     alone = logps_from_logits(logits, ids, completion_mask=mask, temperature=0.8)
     assert torch.equal(logps.nan_to_num(neginf=-1.0), alone.nan_to_num(neginf=-1.0))
