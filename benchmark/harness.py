@@ -1,7 +1,8 @@
-"""What the benchmarks share: the environment of a line, timing in turns, peak memory, and one JSON line a point."""
+"""What the benchmarks share: arguments, environment, timing in turns, peak memory, one JSON line a point."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import gc
 import importlib.metadata
@@ -18,6 +19,69 @@ from pathlib import Path
 import torch
 
 MIN_ROUNDS = 5
+
+
+class WrongResult(Exception):
+    """A result that must not be timed."""
+
+    @staticmethod
+    def unless(errors: dict[str, float], limits: dict[str, float]) -> None:
+        """Raises it unless every error that has a limit is within it; NaN is not."""
+        for name, limit in limits.items():
+            if not errors[name] <= limit:
+                raise WrongResult(f"{name} must be at most {limit:.2e}, got {errors[name]:.2e}")
+
+
+@dataclass
+class Contestant:
+    """One implementation at one point, and what was measured of it."""
+
+    call: Callable[[], object]
+    """The work to time."""
+    reset: Callable[[], None] = lambda: None
+    """Before every call, outside of the time."""
+    verify: Callable[[], dict] = dict
+    """After the untimed call: fields of the line, or WrongResult."""
+    slow: bool = False
+    """Whether it has a third of the point's seconds, and one timed call at least, instead of all rounds."""
+    facts: dict = field(default_factory=dict)
+    """Fields of its line."""
+    times_ms: list[float] = field(default_factory=list)
+    error: str | None = None
+    """Why it is not called again."""
+    max_rounds: int | None = None
+
+    def is_active(self) -> bool:
+        return self.error is None and (self.max_rounds is None or len(self.times_ms) < self.max_rounds)
+
+
+@dataclass
+class Backward:
+    """Forward and backward of a loss: the call and the reset of a contestant."""
+
+    loss: Callable[[], torch.Tensor]
+    leaves: tuple[torch.Tensor, ...]
+    """Whose gradients a reset clears."""
+
+    def __call__(self) -> None:
+        self.loss().backward()
+
+    def reset(self) -> None:
+        for leaf in self.leaves:
+            leaf.grad = None
+
+
+def arguments(description: str, impls: list[str]) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON lines are appended to it")
+    parser.add_argument("--impls", nargs="+", choices=impls, help="default: all that fit the device")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of timing a point; at least 5 rounds")
+    parser.add_argument("--max-seconds", type=float, default=330.0, help="of the whole run; then it stops")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--quick", action="store_true", help="a tiny shape, to see that everything runs")
+    parser.add_argument("--resume", action="store_true", help="leave out what has a line in --out already")
+    return parser
 
 
 def environment(device: torch.device) -> dict[str, str]:
@@ -58,29 +122,38 @@ class JsonLines:
     Args:
         path: of the file; its folder is made.
         common: fields of every record, after its own.
+        resume: whether `has` looks at what the file held before.
     """
 
-    def __init__(self, path: Path, common: dict[str, str]):
+    def __init__(self, path: Path, common: dict[str, str], resume: bool = False):
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a")
-        self._common = common
+        self._path, self._common = path, common
+        self._known = read_lines(path) if resume else []
+
+    def has(self, record: dict) -> bool:
+        """Whether an earlier line has all of these fields."""
+        return any(record.items() <= line.items() for line in self._known)
 
     def write(self, record: dict) -> None:
         line = json.dumps({**record, **self._common})
         print(line, flush=True)
-        self._file.write(line + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with self._path.open("a") as file:
+            file.write(line + "\n")
 
-    def close(self) -> None:
-        self._file.close()
+    def write_point(self, contestants: dict[str, Contestant], fields: dict, flops: float) -> None:
+        """A line for each contestant: `fields`, its facts, and its error or its times. None for one not reached."""
+        for impl, contestant in contestants.items():
+            record = {**fields, "impl": impl, **contestant.facts}
+            if contestant.error is not None:
+                self.write({**record, "error": contestant.error})
+            elif contestant.times_ms:
+                times = summary(contestant.times_ms)
+                self.write({**record, **times, "tflops": round(flops / times["ms"] / 1e9, 1)})
 
 
 def read_lines(path: Path) -> list[dict]:
     """The records of a file; none if there is no file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()] if path.exists() else []
 
 
 class Deadline:
@@ -95,23 +168,18 @@ class Deadline:
     def passed(self) -> bool:
         return self.elapsed() >= self._seconds
 
+    def say(self, text: str) -> None:
+        """Prints it with the time."""
+        print(f"[{self.elapsed():5.0f} s] {text}", flush=True)
 
-@dataclass
-class Contestant:
-    """One implementation at one point, and what :func:`interleave` measured of it."""
 
-    call: Callable[[], object]
-    """The work to time."""
-    reset: Callable[[], None] = lambda: None
-    """Before every call, outside of the time."""
-    max_rounds: int | None = None
-    """Timed calls at most."""
-    times_ms: list[float] = field(default_factory=list)
-    error: str | None = None
-    """Of the call that failed; it is not called again."""
-
-    def is_active(self) -> bool:
-        return self.error is None and (self.max_rounds is None or len(self.times_ms) < self.max_rounds)
+def measure(contestants: dict[str, Contestant], device: torch.device, *, seconds: float, deadline: Deadline) -> None:
+    """One untimed call of each for memory and its `verify`, then :func:`interleave`. Whoever fails is left out."""
+    for name, contestant in contestants.items():
+        if contestant.is_active() and not deadline.passed():
+            deadline.say(f"first call of {name}")
+            attempt(contestant, device, lambda c: _first_call(c, device, seconds))
+    interleave(list(contestants.values()), device, seconds=seconds, deadline=deadline)
 
 
 def interleave(contestants: list[Contestant], device: torch.device, *, seconds: float, deadline: Deadline) -> None:
@@ -130,31 +198,55 @@ def interleave(contestants: list[Contestant], device: torch.device, *, seconds: 
         first = rounds % len(contestants)
         for contestant in contestants[first:] + contestants[:first]:
             if contestant.is_active():
-                _time_once(contestant, device)
+                attempt(contestant, device, lambda c: c.times_ms.append(elapsed_ms(c, device)))
         rounds += 1
 
 
-def _time_once(contestant: Contestant, device: torch.device) -> None:
+def rounds_ms(calls: list[Callable[[], object]], device: torch.device, deadline: Deadline) -> list[float]:
+    """Time of all calls together, a sum a round, once they have kept the device busy for a second.
+
+    Raises:
+        RuntimeError: a call failed.
+    """
+    for _ in ("heat", "measure"):
+        contestants = [Contestant(call) for call in calls]
+        interleave(contestants, device, seconds=1.0, deadline=deadline)
+    failed = [x.error for x in contestants if x.error is not None]
+    if failed:
+        raise RuntimeError(failed[0])
+    return [sum(times) for times in zip(*(x.times_ms for x in contestants), strict=True)]
+
+
+def _first_call(contestant: Contestant, device: torch.device, seconds: float) -> None:
+    begin = time.perf_counter()
+    contestant.facts["peak_gib"] = peak_gib(contestant, device)
+    if contestant.slow:
+        contestant.max_rounds = max(1, round(seconds / 3 / (time.perf_counter() - begin)))
+    contestant.facts |= contestant.verify()
+
+
+def attempt(contestant: Contestant, device: torch.device, work: Callable[[Contestant], None]) -> None:
+    """Does the work; its exception becomes the contestant's error, and the others go on."""
     try:
-        contestant.reset()
-        contestant.times_ms.append(elapsed_ms(contestant.call, device))
-    except Exception as error:  # recorded in the contestant's line; the others go on
+        work(contestant)
+        return
+    except Exception as error:
         contestant.error = describe(error)
-    if contestant.error is not None:
-        contestant.reset()
-        free_memory(device)
+    contestant.reset()  # the exception is gone by now, and with it the frames that held tensors
+    free_memory(device)
 
 
-def elapsed_ms(call: Callable[[], object], device: torch.device) -> float:
-    """Time of one call: between CUDA events, or by the clock on a CPU."""
+def elapsed_ms(contestant: Contestant, device: torch.device) -> float:
+    """Time of one call, after its reset: between CUDA events, or by the clock on a CPU."""
+    contestant.reset()
     if device.type != "cuda":
         start = time.perf_counter()
-        call()
+        contestant.call()
         return (time.perf_counter() - start) * 1e3
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
-    call()
+    contestant.call()
     end.record()
     torch.cuda.synchronize(device)
     return begin.elapsed_time(end)
@@ -183,17 +275,11 @@ def peak_gib(contestant: Contestant, device: torch.device) -> float | None:
 
 
 def free_memory(device: torch.device) -> None:
-    """Gives unused memory back to the device. Raises if an earlier kernel broke the device for this process."""
-    gc.collect()
+    """Gives unused memory back to a GPU. Raises if an earlier kernel broke the device for this process."""
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
-
-
-def relative_error(x: torch.Tensor, truth: torch.Tensor) -> float:
-    """|x - truth| / |truth| in float64, Frobenius norms; NaN if the truth is all zeros."""
-    truth = truth.double()
-    return float((x.double() - truth).norm() / truth.norm())
 
 
 def describe(error: Exception) -> str:
