@@ -150,37 +150,45 @@ class _FusedLoss(torch.autograd.Function):
         with torch.autocast(hidden_states.device.type, enabled=False):
             head = open_head(lm_head_weight, bias, sweep.options, sweep.dtypes, sweep.chunk_size)
             flat = hidden_states.detach().flatten(0, 1)  # [B * T, H]
-            grads = HeadGradients(head, flat, lm_head_weight, bias, needed)
-            _Run(head, flat, grads, sweep).all_chunks(any(needed))
-        ctx.save_for_backward(*grads.totals())
+            cells, lengths = _cells(sweep.objective.mask)
+            single = len(cells) <= head.chunk_size
+            grads = HeadGradients(head, flat, lm_head_weight, bias, needed, single=single)
+            _Run(head, flat, grads, sweep, cells, lengths).all_chunks(any(needed))
+            weight_sum = grads.sums.get("grad_weight")
+            factors = None if weight_sum is None else weight_sum.factors
+            ctx.save_for_backward(*(factors or (None, None)), *grads.totals(weight=factors is None))
         ctx.like = [
             None if x is None else torch.empty_like(x, device="meta") for x in (hidden_states, lm_head_weight, bias)
         ]
-        ctx.scaled = head.scaled
+        ctx.head = type(head)
         sweep.output = sweep.objective.output(sweep.logps, sweep.entropy)
         return sweep.output.loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss):
+        a, b, *totals = ctx.saved_tensors
         grads = []
-        for x, like in zip(ctx.saved_tensors, ctx.like, strict=True):
-            grad = None if x is None else ctx.scaled(x, grad_loss, like.dtype)
+        for x, like in zip(totals, ctx.like, strict=True):
+            grad = None if x is None else ctx.head.scaled(x, grad_loss, like.dtype)
             grads.append(grad if grad is None or grad.shape == like.shape else grad.view(like.shape))
+        if a is not None:
+            with torch.autocast(a.device.type, enabled=False):
+                grads[1] = ctx.head.scaled_product(a, b, grad_loss, ctx.like[1].dtype)
         return *grads, None
 
 
 class _Run:
     """The sweep: chunks of token numbers through the head, by one of the schedules."""
 
-    def __init__(self, head, hidden_states: torch.Tensor, grads: HeadGradients, sweep: _Sweep):
+    def __init__(self, head, hidden_states, grads: HeadGradients, sweep: _Sweep, cells: torch.Tensor, lengths: list):
         self.head, self.hidden_states, self.grads, self.sweep = head, hidden_states, grads, sweep
+        self.cells, self.lengths = cells, lengths
         self.objective, self.ids = sweep.objective, sweep.ids.flatten()
         self.with_entropy = self.objective.config.top_entropy_quantile != 1
         shape = sweep.ids.shape
         sweep.logps = hidden_states.new_zeros(shape, dtype=head.dtype)
         sweep.entropy = torch.zeros_like(sweep.logps) if self.with_entropy else None
-        self.cells, self.lengths = self._cells()
 
     def all_chunks(self, with_gradient: bool) -> None:
         chunk_size, lengths = self.head.chunk_size, self.lengths
@@ -233,7 +241,7 @@ class _Run:
 
     def _long_sequence(self, places: slice) -> None:
         cells, rows, hidden = self.cells[places], self._rows(places), []
-        sums = {name: RunningSum(x.value.shape, self.head.dtype, x.value.device) for name, x in self.grads.sums.items()}
+        sums = {name: RunningSum(x.shape, x.dtype, x.device) for name, x in self.grads.sums.items()}
         for part in chunks_of(len(cells), self.head.chunk_size):
             chunk = self._forward(cells[part])
             ones = chunk.logps.isfinite().to(chunk.logps.dtype)
@@ -244,7 +252,7 @@ class _Run:
         if self.grads.hidden is not None:
             self._store(cells, torch.cat(hidden).mul_(coefficient))
         for name, total in self.grads.sums.items():
-            total.add(sums[name].value, coefficient)
+            total.add(sums[name], coefficient)
 
     def _forward(self, cells: torch.Tensor):
         chunk = self.head.forward(self.hidden_states[cells], self.ids[cells], with_entropy=self.with_entropy)
@@ -261,13 +269,6 @@ class _Run:
     def _store(self, cells: torch.Tensor, hidden: torch.Tensor) -> None:
         self.grads.hidden[cells] = hidden.to(self.grads.hidden.dtype)
 
-    def _cells(self) -> tuple[torch.Tensor, list[int]]:
-        """Numbers of the tokens to compute, in order, and how many there are in each row."""
-        mask = self.objective.mask
-        if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-            return torch.arange(mask.numel(), device=mask.device), [mask.shape[1]] * len(mask)
-        return mask.flatten().nonzero()[:, 0], mask.sum(1).tolist()
-
     def _rows(self, places: slice) -> slice:
         """The rows that hold these tokens."""
         ends = list(itertools.accumulate(self.lengths))
@@ -279,6 +280,13 @@ SCHEDULE_METHODS: dict[str, Callable[[_Run], None]] = {
     "sequence-linear": _Run.sequence_linear,
     "two-pass": _Run.two_pass,
 }
+
+
+def _cells(mask: torch.Tensor) -> tuple[torch.Tensor, list[int]]:
+    """Numbers of the tokens to compute, in order, and how many there are in each row."""
+    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
+        return torch.arange(mask.numel(), device=mask.device), [mask.shape[1]] * len(mask)
+    return mask.flatten().nonzero()[:, 0], mask.sum(1).tolist()
 
 
 def _pack(lengths: list[int], chunk_size: int) -> list[slice]:

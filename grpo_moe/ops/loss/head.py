@@ -9,6 +9,7 @@ import torch
 
 _CHUNK_BYTES = {"cpu": 64 * 2**20}  # of one chunk's logits; the chunk's working set is about three times that
 _CHUNK_BYTES_ON_DEVICES = 2**30  # small products waste a GPU
+_WHOLE_SUMS = 2**24  # elements of a product from which on its tiles alone fill a GPU
 
 
 @dataclass(frozen=True)
@@ -49,34 +50,38 @@ class RunningSum:
 
     Args:
         shape, dtype, device: of the sum.
+        single: there will be at most one product; its factors are kept, for whoever multiplies them later.
     """
 
-    def __init__(self, shape, dtype: torch.dtype, device: torch.device):
-        self.value = torch.empty(shape, dtype=dtype, device=device)
-        self.is_empty = True
+    def __init__(self, shape, dtype: torch.dtype, device: torch.device, *, single: bool = False):
+        self.shape, self.dtype, self.device, self.single = torch.Size(shape), dtype, device, single
+        self.value: torch.Tensor | None = None
+        self.factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """+= a @ b, halves multiplied exactly."""
-        total = self.value
-        if self.is_empty:
-            product(a, b, total.dtype, out=total)
-        elif a.is_cuda and a.dtype != total.dtype:
-            torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+        if self.single:
+            assert self.factors is None, "a second product"
+            self.factors = a, b
+        elif self.value is None:
+            self.value = product(a, b, self.dtype)
+        elif a.is_cuda and a.dtype != self.dtype:
+            torch.addmm(self.value, a, b, out_dtype=self.dtype, out=self.value)
         else:
-            total.addmm_(a.to(total.dtype), b.to(total.dtype))
-        self.is_empty = False
+            self.value.addmm_(a.to(self.dtype), b.to(self.dtype))
 
-    def add(self, term: torch.Tensor, scale: torch.Tensor) -> None:
+    def add(self, term: RunningSum, scale: torch.Tensor) -> None:
         """+= scale * term."""
-        if self.is_empty:
-            torch.mul(term, scale, out=self.value)
+        if self.value is None:
+            self.value = term.total() * scale
         else:
-            self.value.addcmul_(term, scale)
-        self.is_empty = False
+            self.value.addcmul_(term.total(), scale)
 
     def total(self) -> torch.Tensor:
         """The sum; zeros without a term."""
-        return self.value.zero_() if self.is_empty else self.value
+        if self.factors is not None:
+            return product(*self.factors, self.dtype)
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device) if self.value is None else self.value
 
 
 def product(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -164,6 +169,17 @@ class TorchHead:
     def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """scale * x rounded once to ``dtype``; the scale is a scalar in its own precision."""
         return torch.mul(x, scale.view([1] * x.ndim), out=torch.empty_like(x, dtype=dtype))
+
+    @staticmethod
+    def scaled_product(a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """scale * a @ b rounded to ``dtype``, summed in float32 or wider; b is the smaller factor.
+
+        A large product of halves comes straight out of the GEMM: cuBLAS splits the sums of small ones only.
+        """
+        b = torch.mul(b, scale.view(1, 1)).to(b.dtype)
+        if a.is_cuda and dtype == a.dtype and a.shape[0] * b.shape[1] >= _WHOLE_SUMS:
+            return a @ b
+        return product(a, b, torch.promote_types(a.dtype, torch.float32)).to(dtype)
 
     def operand(self, x: torch.Tensor) -> torch.Tensor:
         """x as a factor of the products, rounded as the weight was."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 import torch
 
 from . import kernels
-from .head import Chunk, HeadOptions, RunningSum, product
+from .head import Chunk, HeadOptions, RunningSum, TorchHead, product
 
 _LN2 = math.log(2.0)
 
@@ -125,6 +125,7 @@ class TritonHead:
         return torch.bmm(pieces, self.weight.unflatten(0, (parts, -1)), out_dtype=torch.float32).sum(0)
 
     scaled = staticmethod(kernels.scaled)
+    scaled_product = staticmethod(TorchHead.scaled_product)
 
     def _buffer(self, rows: int) -> torch.Tensor:
         vocab_size = len(self.weight)

@@ -1,0 +1,255 @@
+"""The fused experts as a differentiable custom operator: forward, hand-written backward, shapes for torch.compile."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .fused_kernels import Gate, down_backward, gate_up, sum_over_slots, sum_weight_parts
+from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer
+from .routing import INTERPRET, Routing, route
+
+Tensor = torch.Tensor
+
+
+def fused_experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    *,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: str,
+    layout: str,
+    transposed: bool,
+    alpha: float,
+    limit: float,
+    memory_efficient: bool,
+) -> Tensor:
+    """:func:`grpo_moe.ops.moe_experts` by Triton kernels, without a host synchronisation."""
+    tensors = [hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    out, *_ = _experts(
+        hidden_states.contiguous(),
+        gate_up_proj.contiguous(),
+        down_proj.contiguous(),
+        top_k_weights.contiguous(),
+        gate_up_bias,
+        down_bias,
+        top_k_index.contiguous(),
+        activation,
+        layout == "interleaved",
+        transposed,
+        alpha,
+        limit,
+        keep,
+        memory_efficient,
+    )
+    return out
+
+
+@torch.library.custom_op("grpo_moe::experts", mutates_args=())
+def _experts(
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    top_k_index: Tensor,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    alpha: float,
+    limit: float,
+    keep: bool,
+    memory_efficient: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, pre-activations (empty unless kept), and the routing: pair of row, row of pair, expert offsets."""
+    routing = route(top_k_index, len(gate_up_proj))
+    gate = Gate(activation, interleaved, alpha, limit)
+    up, down = ExpertWeight(gate_up_proj, transposed), ExpertWeight(down_proj, transposed)
+    rows = Rows(hidden_states, by_token=True)
+    post, pre = gate_up(rows, up, gate_up_bias, gate, routing, _tile("gate_up", routing, hidden_states), keep=keep)
+    y = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing, hidden_states), bias=down_bias)
+    out = sum_over_slots(y, routing, len(hidden_states), top_k_weights.view(-1), hidden_states.dtype)
+    pre = hidden_states.new_empty(0) if pre is None else pre
+    return out, pre, routing.pair_of_row, routing.row_of_pair, routing.expert_offsets
+
+
+@_experts.register_fake
+def _(hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index, *options):
+    pairs, experts = top_k_index.numel(), gate_up_proj.shape[0]
+    twice = gate_up_proj.shape[2 if options[2] else 1]
+    numbers = [top_k_index.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, experts + 1)]
+    keep = options[5]
+    pre = hidden_states.new_empty((pairs, twice) if keep else (0,))
+    return torch.empty_like(hidden_states), pre, *numbers
+
+
+@torch.library.custom_op("grpo_moe::experts_backward", mutates_args=("pre",))
+def _experts_backward(
+    grad: Tensor,
+    hidden_states: Tensor,
+    gate_up_proj: Tensor,
+    down_proj: Tensor,
+    top_k_weights: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    top_k_index: Tensor,
+    pre: Tensor,
+    pair_of_row: Tensor,
+    row_of_pair: Tensor,
+    expert_offsets: Tensor,
+    activation: str,
+    interleaved: bool,
+    transposed: bool,
+    alpha: float,
+    limit: float,
+    memory_efficient: bool,
+    needed: list[bool],
+) -> list[Tensor]:
+    """The needed gradients of the six floating inputs, an empty tensor for the others."""
+    routing = Routing(pair_of_row, row_of_pair, expert_offsets, top_k_index.shape[1], len(gate_up_proj))
+    need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
+    grads = [grad.new_empty(0) for _ in needed]
+    grad_rows = Rows(grad, by_token=True)
+    if any(needed[:5]):
+        grad_pre, parts, weighted = down_backward(
+            grad_rows,
+            ExpertWeight(down_proj, not transposed),
+            pre,
+            top_k_weights.view(-1),
+            Gate(activation, interleaved, alpha, limit),
+            routing,
+            _tile("down_backward", routing, grad),
+            need_weighted=need_down,
+            out=pre if memory_efficient else None,
+        )
+        pre_rows = Rows(grad_pre, by_token=False)
+        if need_weights:
+            grads[3] = sum_weight_parts(parts, routing, torch.float32).view_as(top_k_weights)
+            if down_bias is not None:
+                grads[3] += _bias_part(grad, down_bias, top_k_index)
+            grads[3] = grads[3].to(top_k_weights.dtype)
+        if need_down:
+            pair = (grad_rows, Rows(weighted, by_token=False))
+            grads[2] = _outer(pair, transposed, routing, torch.empty_like(down_proj))
+            del weighted, pair
+        if need_up:
+            pair = (pre_rows, Rows(hidden_states, by_token=True))
+            grads[1] = _outer(pair, transposed, routing, torch.empty_like(gate_up_proj))
+        if need_up_bias:
+            grads[4] = sum_by_expert(grad_pre, routing, gate_up_bias.dtype)
+        if need_hidden:
+            up = ExpertWeight(gate_up_proj, not transposed)
+            grad_slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing, grad))
+            grads[0] = sum_over_slots(grad_slots, routing, len(grad), None, hidden_states.dtype)
+    if need_down_bias:
+        share = _share_of_expert(top_k_index, top_k_weights, len(gate_up_proj))  # [N, E]
+        grads[5] = (share.T @ grad.float()).to(down_bias.dtype)
+    return grads
+
+
+@_experts_backward.register_fake
+def _(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
+    inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
+    return [torch.empty_like(x) if need else grad.new_empty(0) for x, need in zip(inputs, rest[-1], strict=True)]
+
+
+def _setup_context(ctx, inputs, output):
+    *tensors, activation, interleaved, transposed, alpha, limit, keep, memory_efficient = inputs
+    ctx.save_for_backward(*tensors, *output[1:])
+    ctx.options = (activation, interleaved, transposed, alpha, limit, memory_efficient)
+    ctx.is_used_up = False
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx, grad, *_):
+    needed = list(ctx.needs_input_grad[:6])
+    if grad is None or not any(needed):
+        return (None,) * 14
+    memory_efficient = ctx.options[-1]
+    if ctx.is_used_up:
+        raise RuntimeError(
+            "memory_efficient must be False for a second backward pass through the same graph, got True; the first one "
+            "overwrote the pre-activations"
+        )
+    ctx.is_used_up = memory_efficient
+    grads = _experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
+    return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 8
+
+
+_experts.register_autograd(_backward, setup_context=_setup_context)
+
+
+def sum_by_expert(values: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
+    """[E, D]: sums of values [num_rows, D] over the rows of each expert, in fp32 and in the order of the rows."""
+    width = values.shape[1]
+    out = torch.empty(routing.num_experts, width, dtype=dtype, device=values.device)
+    block = 16 if INTERPRET else 64
+    _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
+        values, routing.expert_offsets, out, width, ROWS=block, BLOCK=block
+    )
+    return out
+
+
+def _outer(pair: tuple[Rows, Rows], transposed: bool, routing: Routing, out: Tensor) -> Tensor:
+    left, right = pair[::-1] if transposed else pair
+    return grouped_outer(left, right, routing, _tile("outer", routing, out), out)
+
+
+def _bias_part(grad: Tensor, down_bias: Tensor, top_k_index: Tensor) -> Tensor:
+    """[N, K]: the output's gradient along the bias of each slot's expert; 0 for a skipped slot."""
+    along = grad.float() @ down_bias.float().T  # [N, E]
+    experts = len(down_bias)
+    routed = (top_k_index >= 0) & (top_k_index < experts)
+    return along.gather(1, top_k_index.clamp(0, experts - 1).long()).masked_fill(~routed, 0)
+
+
+def _share_of_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
+    """[N, E] fp32: each token's weight at each expert; a loop over slots keeps the order of the sum."""
+    columns = torch.arange(experts, device=top_k_index.device)
+    share = top_k_weights.new_zeros(len(top_k_index), experts, dtype=torch.float32)
+    for slot in range(top_k_index.shape[1]):
+        share += torch.where(top_k_index[:, slot, None] == columns, top_k_weights[:, slot, None].float(), 0)
+    return share
+
+
+def _tile(gemm: str, routing: Routing, like: Tensor) -> Tile:
+    """Block sizes by the GEMM, the rows an expert has on average, and the size of an element."""
+    if INTERPRET:
+        return Tile(16, 16, 16, 4, 1)
+    rows = routing.num_rows / routing.num_experts
+    if like.element_size() == 4:
+        return Tile(64, 64, 32, 4, 3)
+    if gemm == "outer":
+        return Tile(128, 128, 64, 8, 3)
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 96 else 128
+    if block_m < 128:
+        return Tile(block_m, 64 if gemm == "gate_up" else 128, 128 if block_m == 16 else 64, 4, 4)
+    if gemm in ("gate_up", "down_backward"):
+        return Tile(128, 128, 64, 8, 3)
+    return Tile(128, 256, 64, 8, 3)
+
+
+@triton.jit
+def _sum_by_expert_kernel(values_ptr, offsets_ptr, out_ptr, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row[:, None] < end) & (column[None, :] < width)
+        total += tl.sum(
+            tl.load(values_ptr + row[:, None].to(tl.int64) * width + column[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            ),
+            0,
+        )
+    place = expert.to(tl.int64) * width + column
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=column < width)

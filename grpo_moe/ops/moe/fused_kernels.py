@@ -1,0 +1,466 @@
+"""Triton kernels that fuse the gated activation into its GEMMs, and the sum over a token's slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
+from .routing import INTERPRET, Routing
+
+ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
+
+
+@dataclass(frozen=True)
+class Gate:
+    """A gated activation that the kernels know, and the layout of its gate and up columns."""
+
+    activation: str
+    interleaved: bool
+    alpha: float
+    limit: float
+
+    def options(self) -> dict:
+        """Keyword arguments of a launch."""
+        return {
+            "alpha": self.alpha,
+            "limit": self.limit,
+            "ACTIVATION": self.activation,
+            "INTERLEAVED": self.interleaved,
+        }
+
+
+def gate_up(
+    rows: Rows,
+    weight: ExpertWeight,
+    bias: torch.Tensor | None,
+    gate: Gate,
+    routing: Routing,
+    tile: Tile,
+    *,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Both projections and the activation in one GEMM.
+
+    Args:
+        rows: [.., H].
+        weight: [E, 2I, H] or [E, H, 2I].
+        bias: [E, 2I] or None.
+        gate: activation and layout.
+        routing: of the rows.
+        tile: block_n counts columns of the result.
+        keep: also return the pre-activations.
+
+    Returns:
+        [num_rows, I] activations, and [num_rows, 2I] pre-activations or None.
+    """
+    twice, k = weight.shape
+    width = twice // 2
+    post = rows.values.new_empty(routing.num_rows, width)
+    pre = rows.values.new_empty(routing.num_rows, twice) if keep else None
+    if post.numel() == 0:
+        return post, pre
+    a, a_tma = rows.operand(tile.block_m, tile.block_k)
+    b, b_tma = weight.operand(tile.block_n * (2 if gate.interleaved else 1), tile.block_k)
+    expert, first_row, num_tiles = routing.tiles(tile.block_m)
+    programs = num_programs(post.device, len(expert) * triton.cdiv(width, tile.block_n))
+    _gate_up_kernel[(programs,)](
+        a,
+        b,
+        post if bias is None else bias,
+        post,
+        post if pre is None else pre,
+        routing.pair_of_row,
+        routing.expert_offsets,
+        expert,
+        first_row,
+        num_tiles,
+        width,
+        k,
+        rows.values.stride(0),
+        routing.num_slots,
+        BY_TOKEN=rows.by_token,
+        A_TMA=a_tma,
+        B_TMA=b_tma,
+        INNER_FIRST=weight.inner_first,
+        HAS_BIAS=bias is not None,
+        KEEP=keep,
+        NUM_PROGRAMS=programs,
+        **gate.options(),
+        **tile.options(),
+    )
+    return post, pre
+
+
+def down_backward(
+    grad: Rows,
+    weight: ExpertWeight,
+    pre: torch.Tensor,
+    weights: torch.Tensor,
+    gate: Gate,
+    routing: Routing,
+    tile: Tile,
+    *,
+    need_weighted: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Through the down projection and the activation: from the output's gradient to that of the pre-activations.
+
+    Args:
+        grad: [.., H] gradient of the output of each token.
+        weight: the down projection seen backwards: rows [.., H] to [.., I].
+        pre: [num_rows, 2I] pre-activations.
+        weights: [N * K] routing weights by pair.
+        gate: activation and layout.
+        routing, tile: as in :func:`gate_up`.
+        need_weighted: also return the weighted activations, for the gradient of the down projection.
+        out: where the gradient of ``pre`` goes; may be ``pre`` itself.
+
+    Returns:
+        [num_rows, 2I] gradient of ``pre``; fp32 [column tiles, num_rows] parts of the routing weights' gradient, to be
+        summed over the tiles; [num_rows, I] weight * activation or None.
+    """
+    width, k = weight.shape
+    grad_pre = torch.empty_like(pre) if out is None else out
+    weighted = pre.new_empty(routing.num_rows, width) if need_weighted else None
+    tiles_n = triton.cdiv(width, tile.block_n)
+    parts = torch.empty(tiles_n, routing.num_rows, dtype=torch.float32, device=pre.device)
+    if pre.numel() == 0:
+        return grad_pre, parts, weighted
+    a, a_tma = grad.operand(tile.block_m, tile.block_k)
+    b, b_tma = weight.operand(tile.block_n, tile.block_k)
+    expert, first_row, num_tiles = routing.tiles(tile.block_m)
+    programs = num_programs(pre.device, len(expert) * tiles_n)
+    _down_backward_kernel[(programs,)](
+        a,
+        b,
+        pre,
+        weights,
+        grad_pre,
+        grad_pre if weighted is None else weighted,
+        parts,
+        routing.pair_of_row,
+        routing.expert_offsets,
+        expert,
+        first_row,
+        num_tiles,
+        width,
+        k,
+        routing.num_rows,
+        grad.values.stride(0),
+        routing.num_slots,
+        BY_TOKEN=grad.by_token,
+        A_TMA=a_tma,
+        B_TMA=b_tma,
+        INNER_FIRST=weight.inner_first,
+        NEED_WEIGHTED=need_weighted,
+        NUM_PROGRAMS=programs,
+        SUBTILES=1 if INTERPRET else max(1, tile.block_n // 32),
+        **gate.options(),
+        **tile.options(),
+    )
+    return grad_pre, parts, weighted
+
+
+def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[num_rows, D]: the row of ``values`` [N, D] of each sorted row's token; garbage after the last pair."""
+    width = values.shape[1]
+    out = values.new_empty(routing.num_rows, width)
+    block = min(triton.next_power_of_2(width), 64 if INTERPRET else 4096)
+    if out.numel():
+        _gather_rows_kernel[(routing.num_rows, triton.cdiv(width, block))](
+            values,
+            routing.pair_of_row,
+            routing.expert_offsets,
+            out,
+            width,
+            values.stride(0),
+            routing.num_slots,
+            E=routing.num_experts,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def sum_over_slots(
+    values: torch.Tensor, routing: Routing, num_tokens: int, weights: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """[N, H]: each token's rows of ``values`` [num_rows, H], times ``weights`` [N * K] if given, summed in fp32."""
+    width = values.shape[1]
+    out = torch.empty(num_tokens, width, dtype=dtype, device=values.device)
+    block = min(triton.next_power_of_2(width), 64 if INTERPRET else 2048)
+    if out.numel():
+        _sum_over_slots_kernel[(num_tokens, triton.cdiv(width, block))](
+            values,
+            routing.row_of_pair,
+            values if weights is None else weights,
+            out,
+            width,
+            K=routing.num_slots,
+            WEIGHTED=weights is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def sum_weight_parts(parts: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """[N * K]: sums of parts [tiles, num_rows] at each pair's row; 0 for a skipped slot."""
+    tiles, rows = parts.shape
+    out = torch.empty(rows, dtype=dtype, device=parts.device)
+    block = 64 if INTERPRET else 256
+    if rows:
+        _sum_weight_parts_kernel[(triton.cdiv(rows, block),)](
+            parts, routing.row_of_pair, out, rows, TILES=tiles, BLOCK=block
+        )
+    return out
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1 / (1 + tl.exp(-x))
+
+
+@triton.jit
+def _activate(g, u, alpha, limit, ACTIVATION: tl.constexpr):
+    """The activation, and its derivatives by gate and up."""
+    if ACTIVATION == "gpt_oss":
+        low = u < -limit
+        inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
+        g, u = tl.minimum(g, limit), tl.where(low, -limit, tl.minimum(u, limit))
+        s = _sigmoid(alpha * g)
+        out = (u + 1) * g * s
+        by_g = tl.where(inside_g, (u + 1) * s * (1 + alpha * g * (1 - s)), 0.0)
+        by_u = tl.where(inside_u, g * s, 0.0)
+    elif ACTIVATION == "gelu_tanh":
+        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
+        t = 2 * _sigmoid(2 * inner) - 1
+        half = 0.5 * (1 + t)
+        out = half * g * u
+        slope = half + 0.5 * g * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * g * g)
+        by_g, by_u = slope * u, half * g
+    else:
+        s = _sigmoid(g)
+        out = g * s * u
+        by_g, by_u = u * s * (1 + g * (1 - s)), g * s
+    return out, by_g, by_u
+
+
+@triton.jit
+def _halves(x):
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _quarters(x):
+    a, b = _halves(x)
+    return _halves(a) + _halves(b)
+
+
+@triton.jit
+def _gate_up_kernel(
+    a,
+    b,
+    bias_ptr,
+    post_ptr,
+    pre_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
+    WIDTH,
+    K,
+    stride_a,
+    num_slots,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    INNER_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    KEEP: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
+        expert = tl.load(tile_expert_ptr + tile // tiles_n)
+        row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
+        end = tl.load(offsets_ptr + expert + 1)
+        row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+        source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
+        if INTERLEAVED:
+            both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+            for k0 in tl.range(0, K, BLOCK_K):
+                x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
+                w = weight_tile(b, expert, 2 * n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, 2 * BLOCK_N, BLOCK_K)
+                both = multiply(x, w, both, INTERPRET)
+            g, u = both.reshape(BLOCK_M, BLOCK_N, 2).split()
+            gate_column, up_column = 2 * n, 2 * n + 1
+        else:
+            g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+            for k0 in tl.range(0, K, BLOCK_K):
+                x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
+                w = weight_tile(b, expert, n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
+                v = weight_tile(b, expert, WIDTH + n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
+                g = multiply(x, w, g, INTERPRET)
+                u = multiply(x, v, u, INTERPRET)
+            gate_column, up_column = n, WIDTH + n
+        if HAS_BIAS:
+            base = bias_ptr + expert.to(tl.int64) * 2 * WIDTH
+            g += tl.load(base + gate_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+            u += tl.load(base + up_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
+        mask = (row[:, None] < end) & (n[None, :] < WIDTH)
+        dtype: tl.constexpr = post_ptr.dtype.element_ty
+        if KEEP:
+            # what is kept is what is activated, so that the backward pass meets the same numbers
+            g, u = g.to(dtype).to(tl.float32), u.to(dtype).to(tl.float32)
+            line = pre_ptr + row[:, None].to(tl.int64) * 2 * WIDTH
+            tl.store(line + gate_column[None, :], g.to(dtype), mask=mask)
+            tl.store(line + up_column[None, :], u.to(dtype), mask=mask)
+        out, _, _ = _activate(g, u, alpha, limit, ACTIVATION)
+        tl.store(post_ptr + row[:, None].to(tl.int64) * WIDTH + n[None, :], out.to(dtype), mask=mask)
+
+
+@triton.jit
+def _down_backward_kernel(
+    a,
+    b,
+    pre_ptr,
+    weights_ptr,
+    grad_pre_ptr,
+    weighted_ptr,
+    parts_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
+    WIDTH,
+    K,
+    num_rows,
+    stride_a,
+    num_slots,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    INNER_FIRST: tl.constexpr,
+    NEED_WEIGHTED: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    SUBTILES: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
+    PART: tl.constexpr = BLOCK_N // SUBTILES
+    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
+        expert = tl.load(tile_expert_ptr + tile // tiles_n)
+        row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
+        end = tl.load(offsets_ptr + expert + 1)
+        row = row0 + tl.arange(0, BLOCK_M)
+        source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K):
+            x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
+            w = weight_tile(b, expert, n0, k0, WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
+            acc = multiply(x, w, acc, INTERPRET)
+        live = row < end
+        pair = tl.load(pair_of_row_ptr + row, mask=live, other=0)
+        weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)
+        # in column parts: the whole epilogue at once spills registers
+        if SUBTILES == 4:
+            parts = _quarters(acc)
+        elif SUBTILES == 2:
+            parts = _halves(acc)
+        else:
+            parts = (acc,)
+        total = tl.zeros((BLOCK_M,), tl.float32)
+        line = row[:, None].to(tl.int64)
+        for i in tl.static_range(SUBTILES):
+            n = n0 + i * PART + tl.arange(0, PART)
+            gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, WIDTH + n)
+            mask = live[:, None] & (n[None, :] < WIDTH)
+            g = tl.load(pre_ptr + line * 2 * WIDTH + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
+            u = tl.load(pre_ptr + line * 2 * WIDTH + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
+            out, by_g, by_u = _activate(g, u, alpha, limit, ACTIVATION)
+            out = out.to(dtype).to(tl.float32)
+            total += tl.sum(parts[i] * out, 1)
+            grad = parts[i] * weight[:, None]
+            tl.store(grad_pre_ptr + line * 2 * WIDTH + gate_column[None, :], (grad * by_g).to(dtype), mask=mask)
+            tl.store(grad_pre_ptr + line * 2 * WIDTH + up_column[None, :], (grad * by_u).to(dtype), mask=mask)
+            if NEED_WEIGHTED:
+                tl.store(weighted_ptr + line * WIDTH + n[None, :], (out * weight[:, None]).to(dtype), mask=mask)
+        tl.store(parts_ptr + (tile % tiles_n).to(tl.int64) * num_rows + row, total, mask=live)
+
+
+@triton.jit
+def _gather_rows_kernel(
+    values_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    out_ptr,
+    width,
+    stride,
+    num_slots,
+    E: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0)
+    last = tl.where(row < tl.load(offsets_ptr + E), width, 0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.load(pair_of_row_ptr + row) // num_slots).to(tl.int64)
+    value = tl.load(values_ptr + token * stride + column, mask=column < last, other=0.0)
+    tl.store(out_ptr + row.to(tl.int64) * width + column, value, mask=column < last)
+
+
+@triton.jit
+def _sum_over_slots_kernel(
+    values_ptr,
+    row_of_pair_ptr,
+    weights_ptr,
+    out_ptr,
+    width,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(row_of_pair_ptr + token * K + slot).to(tl.int64)
+        last = tl.where(row >= 0, width, 0)
+        value = tl.load(values_ptr + row * width + column, mask=column < last, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights_ptr + token * K + slot).to(tl.float32)
+        total += tl.where(column < last, value, 0.0)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _sum_weight_parts_kernel(parts_ptr, row_of_pair_ptr, out_ptr, rows, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_of_pair_ptr + pair, mask=pair < rows, other=-1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(TILES):
+        total += tl.load(parts_ptr + tile * rows.to(tl.int64) + row, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + pair, total.to(out_ptr.dtype.element_ty), mask=pair < rows)

@@ -1,0 +1,305 @@
+"""Triton GEMMs over rows sorted by expert: rows times the expert's weight, and the weights' gradients."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .routing import INTERPRET, Routing
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Block sizes of a GEMM and how it is compiled."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+    def options(self) -> dict:
+        """Keyword arguments of a launch."""
+        return {
+            "BLOCK_M": self.block_m,
+            "BLOCK_N": self.block_n,
+            "BLOCK_K": self.block_k,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+            "INTERPRET": INTERPRET,
+        }
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A matrix whose row r belongs to sorted row r, or to its token."""
+
+    values: torch.Tensor
+    """[num_rows or N, D], last stride 1."""
+    by_token: bool
+
+    def operand(self, block_m: int, block_k: int):
+        """What a kernel loads tiles from, and whether it does so by TMA: gathered rows cannot."""
+        if self.by_token or not tma_fits(self.values):
+            return self.values, False
+        return TensorDescriptor(
+            self.values, list(self.values.shape), [self.values.stride(0), 1], [block_m, block_k]
+        ), True
+
+
+@dataclass(frozen=True)
+class ExpertWeight:
+    """A weight [E, N, K], or [E, K, N] if ``inner_first``, that rows [.., K] are multiplied by to give [.., N]."""
+
+    values: torch.Tensor
+    inner_first: bool
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)."""
+        n, k = self.values.shape[1:]
+        return (k, n) if self.inner_first else (n, k)
+
+    def operand(self, block_n: int, block_k: int):
+        """As :meth:`Rows.operand`."""
+        if not tma_fits(self.values):
+            return self.values, False
+        block = [1, block_k, block_n] if self.inner_first else [1, block_n, block_k]
+        return TensorDescriptor(self.values, list(self.values.shape), list(self.values.stride()), block), True
+
+
+def tma_fits(x: torch.Tensor) -> bool:
+    """Whether the tensor memory accelerator can load tiles of x: rows that start at multiples of 16 bytes."""
+    aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
+    has_unit = INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
+    return aligned and has_unit and x.stride(-1) == 1 and x.numel() > 0
+
+
+def grouped_gemm(
+    rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile, *, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[num_rows, N]: every row times the weight of its expert, plus the expert's bias [E, N]; fp32 sums."""
+    n, k = weight.shape
+    out = rows.values.new_empty(routing.num_rows, n)
+    if out.numel() == 0:
+        return out
+    a, a_tma = rows.operand(tile.block_m, tile.block_k)
+    b, b_tma = weight.operand(tile.block_n, tile.block_k)
+    expert, first_row, num_tiles = routing.tiles(tile.block_m)
+    programs = num_programs(out.device, len(expert) * triton.cdiv(n, tile.block_n))
+    _grouped_gemm_kernel[(programs,)](
+        a,
+        b,
+        out if bias is None else bias,
+        out,
+        routing.pair_of_row,
+        routing.expert_offsets,
+        expert,
+        first_row,
+        num_tiles,
+        n,
+        k,
+        rows.values.stride(0),
+        routing.num_slots,
+        BY_TOKEN=rows.by_token,
+        A_TMA=a_tma,
+        B_TMA=b_tma,
+        INNER_FIRST=weight.inner_first,
+        HAS_BIAS=bias is not None,
+        NUM_PROGRAMS=programs,
+        **tile.options(),
+    )
+    return out
+
+
+def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: torch.Tensor) -> torch.Tensor:
+    """out [E, M, N]: sum over the expert's rows of left [M] times right [N]; zeros for an expert without rows."""
+    experts, m, n = out.shape
+    if out.numel() == 0:
+        return out
+    tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
+    a, a_tma = left.operand(tile.block_k, tile.block_m)
+    b, b_tma = right.operand(tile.block_k, tile.block_n)
+    programs = num_programs(out.device, tiles)
+    _grouped_outer_kernel[(programs,)](
+        a,
+        b,
+        left.values,
+        right.values,
+        out,
+        routing.pair_of_row,
+        routing.expert_offsets,
+        m,
+        n,
+        left.values.stride(0),
+        right.values.stride(0),
+        tiles,
+        routing.num_slots,
+        A_BY_TOKEN=left.by_token,
+        B_BY_TOKEN=right.by_token,
+        A_TMA=a_tma,
+        B_TMA=b_tma,
+        NUM_PROGRAMS=programs,
+        **tile.options(),
+    )
+    return out
+
+
+def num_programs(device: torch.device, most: int) -> int:
+    """Programs of a persistent kernel: one a multiprocessor."""
+    return max(1, min(most, 4 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count))
+
+
+@triton.jit
+def source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN: tl.constexpr):
+    """Rows to read, int64; those after the expert's last are read from its last, and never stored."""
+    source = tl.minimum(row, end - 1)
+    if BY_TOKEN:
+        source = tl.load(pair_of_row_ptr + source) // num_slots
+    return source.to(tl.int64)
+
+
+@triton.jit
+def row_tile(a, source, row0, k0, K, stride, TMA: tl.constexpr, BLOCK_K: tl.constexpr):
+    """[BLOCK_M, BLOCK_K] of a matrix of rows, zeros beyond its last column."""
+    if TMA:
+        return a.load([row0, k0])
+    else:
+        k = k0 + tl.arange(0, BLOCK_K)
+        return tl.load(a + source[:, None] * stride + k[None, :], mask=k[None, :] < K, other=0.0)
+
+
+@triton.jit
+def weight_tile(
+    b, expert, n0, k0, N, K, TMA: tl.constexpr, INNER_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+):
+    """[BLOCK_K, BLOCK_N] of an expert's weight, zeros beyond its last row and column."""
+    if TMA:
+        if INNER_FIRST:
+            return b.load([expert, k0, n0]).reshape(BLOCK_K, BLOCK_N)
+        else:
+            return b.load([expert, n0, k0]).reshape(BLOCK_N, BLOCK_K).T
+    else:
+        n, k = n0 + tl.arange(0, BLOCK_N), k0 + tl.arange(0, BLOCK_K)
+        base = b + expert.to(tl.int64) * N * K
+        mask = (k[:, None] < K) & (n[None, :] < N)
+        if INNER_FIRST:
+            return tl.load(base + k[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
+        else:
+            return tl.load(base + n[None, :].to(tl.int64) * K + k[:, None], mask=mask, other=0.0)
+
+
+@triton.jit
+def multiply(a, b, acc, INTERPRET: tl.constexpr):
+    """acc + a @ b in fp32."""
+    if INTERPRET:  # its bf16 dot is silently wrong
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    a,
+    b,
+    bias_ptr,
+    out_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
+    N,
+    K,
+    stride_a,
+    num_slots,
+    BY_TOKEN: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    INNER_FIRST: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
+        expert = tl.load(tile_expert_ptr + tile // tiles_n)
+        row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
+        end = tl.load(offsets_ptr + expert + 1)
+        row = row0 + tl.arange(0, BLOCK_M)
+        source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in tl.range(0, K, BLOCK_K):
+            x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
+            w = weight_tile(b, expert, n0, k0, N, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
+            acc = multiply(x, w, acc, INTERPRET)
+        n = n0 + tl.arange(0, BLOCK_N)
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+        place = row[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row[:, None] < end) & (n[None, :] < N))
+
+
+@triton.jit
+def _outer_tail(a_ptr, source, live, m0, M, stride, BLOCK_M: tl.constexpr):
+    """[BLOCK_K, BLOCK_M] of the last rows of an expert, zeros after them."""
+    m = m0 + tl.arange(0, BLOCK_M)
+    return tl.load(a_ptr + source[:, None] * stride + m[None, :], mask=live[:, None] & (m[None, :] < M), other=0.0)
+
+
+@triton.jit
+def _grouped_outer_kernel(
+    a,
+    b,
+    a_ptr,
+    b_ptr,
+    out_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    M,
+    N,
+    stride_a,
+    stride_b,
+    tiles,
+    num_slots,
+    A_BY_TOKEN: tl.constexpr,
+    B_BY_TOKEN: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    NUM_PROGRAMS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS):
+        expert = tile // (tiles_m * tiles_n)
+        inner = tile % (tiles_m * tiles_n)
+        m0, n0 = (inner // tiles_n) * BLOCK_M, (inner % tiles_n) * BLOCK_N
+        start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+        full_end = start + (end - start) // BLOCK_K * BLOCK_K
+        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for row0 in tl.range(start, full_end, BLOCK_K):
+            row = row0 + tl.arange(0, BLOCK_K)
+            left = source_rows(row, end, pair_of_row_ptr, num_slots, A_BY_TOKEN)
+            right = source_rows(row, end, pair_of_row_ptr, num_slots, B_BY_TOKEN)
+            x = row_tile(a, left, row0, m0, M, stride_a, A_TMA, BLOCK_M)
+            y = row_tile(b, right, row0, n0, N, stride_b, B_TMA, BLOCK_N)
+            acc = multiply(x.T, y, acc, INTERPRET)
+        if full_end < end:
+            row = full_end + tl.arange(0, BLOCK_K)
+            left = source_rows(row, end, pair_of_row_ptr, num_slots, A_BY_TOKEN)
+            right = source_rows(row, end, pair_of_row_ptr, num_slots, B_BY_TOKEN)
+            x = _outer_tail(a_ptr, left, row < end, m0, M, stride_a, BLOCK_M)
+            y = _outer_tail(b_ptr, right, row < end, n0, N, stride_b, BLOCK_N)
+            acc = multiply(x.T, y, acc, INTERPRET)
+        m, n = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+        place = expert.to(tl.int64) * M * N + m[:, None].to(tl.int64) * N + n[None, :]
+        tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(m[:, None] < M) & (n[None, :] < N))
