@@ -7,9 +7,6 @@ from torch.autograd.function import once_differentiable
 
 from .head import HeadOptions, RunningSum, TorchHead
 
-_TRITON_CHUNK_SIZE = 4096
-"""Rows a chunk on a GPU: fewer waste the GEMMs, more only memory (measured: 5,632 to 7,040 are no faster)."""
-
 
 def token_logps(
     hidden_states: torch.Tensor,
@@ -43,8 +40,8 @@ def token_logps(
         logit_scale: multiplies the logits before the cap (Cohere; the reciprocal of Granite's logits_scaling).
         softcap: cap of the logits (Gemma 2), None for none.
         return_entropy: also return the entropy of the distribution.
-        chunk_size: rows a chunk. None: 4096 with the Triton kernels, else as many as fit 64 MiB of logits (1 GiB on
-            a GPU).
+        chunk_size: rows a chunk. None: 4096 or 6144 with the Triton kernels, else as many as fit 64 MiB of logits
+            (1 GiB on a GPU).
 
     Returns:
         [N] log-probabilities in nats; with `return_entropy` a pair, the second the [N] entropies in nats.
@@ -77,6 +74,7 @@ def open_head(
     bias: torch.Tensor | None,
     options: HeadOptions,
     dtypes: tuple[torch.dtype, torch.dtype],
+    num_rows: int,
     chunk_size: int | None = None,
     *,
     entropy_gradient: bool = False,
@@ -87,6 +85,7 @@ def open_head(
     Args:
         weight, bias, options: of the head.
         dtypes: from :func:`head_dtypes`.
+        num_rows: rows there will be in all.
         chunk_size: rows a chunk, or None.
         entropy_gradient: whether its backward pass takes one.
     """
@@ -96,11 +95,16 @@ def open_head(
     if _triton_fits(weight) and not entropy_gradient:
         from .head_triton import TritonHead  # triton exists on Linux only
 
-        return TritonHead(weight, bias, options, chunk_size or _TRITON_CHUNK_SIZE)
+        return TritonHead(weight, bias, options, chunk_size or _triton_chunk_size(num_rows))
     head = TorchHead(weight, bias, options, dtype)
     if chunk_size is not None:
         head.chunk_size = chunk_size
     return head
+
+
+def _triton_chunk_size(num_rows: int) -> int:
+    """4,096 rows; 6,144 if two such chunks hold them all. More rows only take more memory, fewer waste the GEMMs."""
+    return 6144 if num_rows <= 2 * 6144 else 4096
 
 
 def _triton_fits(weight: torch.Tensor) -> bool:
@@ -118,7 +122,7 @@ class _TokenLogps(torch.autograd.Function):
             for wanted in (True, return_entropy)
         )
         with torch.autocast(hidden_states.device.type, enabled=False):
-            head = open_head(lm_head_weight, bias, options, dtypes, chunk_size)
+            head = open_head(lm_head_weight, bias, options, dtypes, len(hidden_states), chunk_size)
             for rows in chunks_of(len(hidden_states), head.chunk_size):
                 chunk = head.forward(hidden_states[rows], target_ids[rows], with_entropy=return_entropy)
                 logps[rows] = chunk.logps
@@ -140,7 +144,8 @@ class _TokenLogps(torch.autograd.Function):
             grad_logps = torch.zeros_like(grad_entropy)
         with torch.autocast(hidden_states.device.type, enabled=False):
             by_entropy = grad_entropy is not None
-            head = open_head(lm_head_weight, bias, options, dtypes, chunk_size, entropy_gradient=by_entropy)
+            rows_and_chunk = (len(hidden_states), chunk_size)
+            head = open_head(lm_head_weight, bias, options, dtypes, *rows_and_chunk, entropy_gradient=by_entropy)
             grads = HeadGradients(head, hidden_states, lm_head_weight, bias, ctx.needs_input_grad[:3])
             for rows in chunks_of(len(hidden_states), head.chunk_size):
                 chunk = head.forward(hidden_states[rows], target_ids[rows], with_entropy=by_entropy)

@@ -148,9 +148,9 @@ class _FusedLoss(torch.autograd.Function):
     def forward(ctx, hidden_states, lm_head_weight, bias, sweep: _Sweep):
         needed = ctx.needs_input_grad[:3]
         with torch.autocast(hidden_states.device.type, enabled=False):
-            head = open_head(lm_head_weight, bias, sweep.options, sweep.dtypes, sweep.chunk_size)
-            flat = hidden_states.detach().flatten(0, 1)  # [B * T, H]
             cells, lengths = _cells(sweep.objective.mask)
+            head = open_head(lm_head_weight, bias, sweep.options, sweep.dtypes, len(cells), sweep.chunk_size)
+            flat = hidden_states.detach().flatten(0, 1)  # [B * T, H]
             single = len(cells) <= head.chunk_size
             grads = HeadGradients(head, flat, lm_head_weight, bias, needed, single=single)
             _Run(head, flat, grads, sweep, cells, lengths).all_chunks(any(needed))
