@@ -7,9 +7,15 @@ from pathlib import Path
 
 from harness import read_lines
 
-POINT_FIELDS = {"grpo_loss": ("level", "H", "V", "L", "tokens")}
+POINT_FIELDS = {
+    "grpo_loss": ("level", "H", "V", "L", "tokens"),
+    "moe_experts": ("shape", "T", "mode", "routing", "frozen"),
+}
 """What makes a row of an op's table; its columns are the implementations."""
-ERROR_FIELDS = {"grpo_loss": ("logp_error", "grad_hidden_error", "grad_weight_error")}
+ERROR_FIELDS = {
+    "grpo_loss": ("logp_error", "grad_hidden_error", "grad_weight_error"),
+    "moe_experts": ("rel_err",),
+}
 """Errors against float64 truth, the largest of an implementation is shown."""
 ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")
 

@@ -61,7 +61,7 @@ PRESETS = {
             initializer_range=0.05,
             tie_word_embeddings=False,
         ),
-        warm_start=WarmStart(steps=880),
+        warm_start=WarmStart(steps=800),
         training=dict(
             max_completion_length=60,
             per_device_train_batch_size=64,
@@ -71,7 +71,7 @@ PRESETS = {
             adam_beta2=0.95,
             warmup_steps=8,
             dynamic_sampling_oversampling=2.0,
-            max_steps=288,
+            max_steps=272,
             max_train_seconds=115.0,
         ),
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -9,8 +11,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from grpo_moe.ops import moe_experts
 
 
-def stacked(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
-    """The interface's function for ``experts_implementation="stacked"``: hidden [N, H], index and weights [N, K].
+def run_experts(module, hidden_states, top_k_index, top_k_weights, *, impl: str) -> torch.Tensor:
+    """The interface's function for an ``impl`` of :func:`moe_experts`: hidden [N, H], index and weights [N, K].
 
     Raises:
         ValueError: an experts module without a silu gate, with biases, or in another layout; names it.
@@ -18,10 +20,10 @@ def stacked(module, hidden_states, top_k_index, top_k_weights) -> torch.Tensor:
     plain = module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
     if not plain or not _is_silu(module):
         raise ValueError(
-            f'experts_implementation="stacked" must be used with bias-free [gate; up] silu experts, got '
+            f'experts_implementation="{impl}" must be used with bias-free [gate; up] silu experts, got '
             f'{type(module).__name__}; use transformers\' "grouped_mm" or "eager" for this model'
         )
-    return moe_experts(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl="stacked")
+    return moe_experts(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl=impl)
 
 
 def _is_silu(module) -> bool:
@@ -30,5 +32,5 @@ def _is_silu(module) -> bool:
     return default_gate and (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation"))
 
 
-ALL_EXPERTS_FUNCTIONS.register("stacked", stacked)
-ALL_EXPERTS_FUNCTIONS.register("grpo_moe", stacked)  # our best implementation for the model
+for name, impl in {"stacked": "stacked", "fused": "fused", "grpo_moe": "fused"}.items():
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_experts, impl=impl))

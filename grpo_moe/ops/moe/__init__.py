@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import torch
 
 from .activations import gated_activation
-from .reference import stacked_experts
+from .reference import check_index, stacked_experts
 
-IMPLEMENTATIONS = {"stacked": stacked_experts}
+IMPLEMENTATIONS = ("fused", "stacked")
 
 __all__ = ["IMPLEMENTATIONS", "moe_experts"]
 
@@ -26,11 +27,16 @@ def moe_experts(
     activation: str | Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = "silu",
     layout: str = "concatenated",
     transposed: bool = False,
-    impl: str = "stacked",
+    impl: str = "fused",
+    memory_efficient: bool = False,
     alpha: float = 1.702,
     limit: float = 7.0,
+    check: bool = False,
 ) -> torch.Tensor:
     """Sends every token through its top-k gated experts and sums their outputs by the routing weights.
+
+    Sums over slots and inside the products are float32 or wider and in a fixed order: results repeat to the bit.
+    Under autocast the floating inputs are rounded to its dtype.
 
     Args:
         hidden_states: [N, H].
@@ -43,7 +49,14 @@ def moe_experts(
             function of (gate [M, I], up [M, I]) giving [M, I].
         layout: "concatenated" ([gate; up]) or "interleaved" (gate, up, gate, up, ...) along 2I.
         transposed: weights stand as [E, in, out].
-        impl: "stacked", a PyTorch loop over the experts that hold tokens: the specification.
+        impl: "fused", Triton kernels on a CUDA GPU that never wait for the host: a CUDA graph replays any routing. On
+            a CPU, for float64 and for an activation of your own it is "stacked", a PyTorch loop over the experts that
+            hold tokens: the specification.
+        memory_efficient: with the kernels, the backward pass overwrites the pre-activations: a second one through the
+            same graph raises RuntimeError.
+        alpha, limit: of "gpt_oss".
+        check: look at the indices on a GPU too, which waits for the device; on a CPU they are always checked. An index
+            outside of -1..E is otherwise skipped there.
 
     Returns:
         [N, H] in the dtype of ``hidden_states``.
@@ -52,20 +65,48 @@ def moe_experts(
         ValueError: a shape, name or index that breaks the rules above.
     """
     if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl must be one of {sorted(IMPLEMENTATIONS)}, got {impl!r}")
+        raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
     _check_shapes(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, transposed)
     act = gated_activation(activation, layout, alpha=alpha, limit=limit)
-    return IMPLEMENTATIONS[impl](
-        hidden_states,
-        gate_up_proj,
-        down_proj,
+    if check:
+        check_index(top_k_index, len(gate_up_proj))
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
+    if impl == "stacked" or callable(activation) or not _triton_fits(hidden_states):
+        hidden, up, down, weights, up_bias, down_bias = tensors
+        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
+        return stacked_experts(hidden, up, down, top_k_index, weights, act=act, transposed=transposed, **biases)
+    from .fused import fused_experts  # triton exists on Linux only
+
+    options = {"activation": activation, "layout": layout, "alpha": alpha, "limit": limit}
+    hidden, up, down, weights, up_bias, down_bias = _autocast(tensors)
+    out = fused_experts(
+        hidden,
+        up,
+        down,
         top_k_index,
-        top_k_weights,
-        gate_up_bias=gate_up_bias,
+        weights,
+        gate_up_bias=up_bias,
         down_bias=down_bias,
-        act=act,
         transposed=transposed,
+        memory_efficient=memory_efficient,
+        **options,
     )
+    return out.to(hidden_states.dtype)
+
+
+def _triton_fits(hidden_states: torch.Tensor) -> bool:
+    if hidden_states.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
+        return False
+    return hidden_states.is_cuda
+
+
+def _autocast(tensors):
+    """The floating inputs in one dtype: autocast's, or that of the hidden states."""
+    hidden_states = tensors[0]
+    device, dtype = hidden_states.device.type, hidden_states.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return [None if x is None else x.to(dtype) for x in tensors]
 
 
 def _check_shapes(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, transposed) -> None:

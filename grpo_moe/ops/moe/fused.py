@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
 
-from .fused_kernels import Gate, down_backward, gate_up, sum_over_slots, sum_weight_parts
-from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer
+from .fused_kernels import (
+    Gate,
+    activate,
+    activate_backward,
+    down_backward,
+    gate_up,
+    gather_rows,
+    sum_over_slots,
+    sum_weight_parts,
+)
+from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer, tma_fits, torch_grouped_gemm
 from .routing import INTERPRET, Routing, route
 
 Tensor = torch.Tensor
+GATHER_FROM = 64
+"""Rows an expert has on average from which on rows are gathered before the GEMMs, which then load them by TMA."""
 
 
 def fused_experts(
@@ -28,8 +41,14 @@ def fused_experts(
     alpha: float,
     limit: float,
     memory_efficient: bool,
+    gemm: str = "auto",
 ) -> Tensor:
-    """:func:`grpo_moe.ops.moe_experts` by Triton kernels, without a host synchronisation."""
+    """:func:`grpo_moe.ops.moe_experts` by Triton kernels, without a host synchronisation.
+
+    Args:
+        gemm: "triton"; "torch" for torch's grouped_mm in the projections (bf16 on Hopper or newer); or "auto", the
+            faster of the two for the shape.
+    """
     tensors = [hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     out, *_ = _experts(
@@ -45,6 +64,7 @@ def fused_experts(
         transposed,
         alpha,
         limit,
+        gemm,
         keep,
         memory_efficient,
     )
@@ -65,32 +85,44 @@ def _experts(
     transposed: bool,
     alpha: float,
     limit: float,
+    gemm: str,
     keep: bool,
     memory_efficient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output, pre-activations (empty unless kept), and the routing: pair of row, row of pair, expert offsets."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Output, pre-activations (empty unless kept), and the tensors of the routing."""
     routing = route(top_k_index, len(gate_up_proj))
     gate = Gate(activation, interleaved, alpha, limit)
     up, down = ExpertWeight(gate_up_proj, transposed), ExpertWeight(down_proj, transposed)
-    rows = Rows(hidden_states, by_token=True)
-    post, pre = gate_up(rows, up, gate_up_bias, gate, routing, _tile("gate_up", routing, hidden_states), keep=keep)
-    y = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing, hidden_states), bias=down_bias)
-    out = sum_over_slots(y, routing, len(hidden_states), top_k_weights.view(-1), hidden_states.dtype)
-    pre = hidden_states.new_empty(0) if pre is None else pre
-    return out, pre, routing.pair_of_row, routing.row_of_pair, routing.expert_offsets
+    rows = _sorted_rows(hidden_states, routing)
+    if _by_torch(gemm, routing, hidden_states, gate_up_proj, down_proj):
+        pre = torch_grouped_gemm(rows, up, routing)
+        del rows
+        post = activate(pre, gate_up_bias, gate, routing)
+        slots = torch_grouped_gemm(Rows(post, False), down, routing)
+    else:
+        tile = _tile("gate_up", routing, hidden_states)
+        if interleaved:  # gate and up share one accumulator, twice as wide
+            tile = replace(tile, block_n=max(16, tile.block_n // 2))
+        post, pre = gate_up(rows, up, gate_up_bias, gate, routing, tile, keep=keep)
+        del rows
+        slots = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing, hidden_states))
+    bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
+    weights = top_k_weights.view(-1)
+    out = sum_over_slots(slots, routing, len(hidden_states), weights, hidden_states.dtype, **bias)
+    numbers = (routing.pair_of_row, routing.row_of_pair, routing.expert_of_row, routing.expert_offsets)
+    return out, pre if keep else hidden_states.new_empty(0), *numbers
 
 
 @_experts.register_fake
 def _(hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index, *options):
     pairs, experts = top_k_index.numel(), gate_up_proj.shape[0]
     twice = gate_up_proj.shape[2 if options[2] else 1]
-    numbers = [top_k_index.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, experts + 1)]
-    keep = options[5]
+    numbers = [top_k_index.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, pairs, experts + 1)]
+    keep = options[6]
     pre = hidden_states.new_empty((pairs, twice) if keep else (0,))
     return torch.empty_like(hidden_states), pre, *numbers
 
 
-@torch.library.custom_op("grpo_moe::experts_backward", mutates_args=("pre",))
 def _experts_backward(
     grad: Tensor,
     hidden_states: Tensor,
@@ -103,67 +135,82 @@ def _experts_backward(
     pre: Tensor,
     pair_of_row: Tensor,
     row_of_pair: Tensor,
+    expert_of_row: Tensor,
     expert_offsets: Tensor,
     activation: str,
     interleaved: bool,
     transposed: bool,
     alpha: float,
     limit: float,
+    gemm: str,
     memory_efficient: bool,
     needed: list[bool],
 ) -> list[Tensor]:
     """The needed gradients of the six floating inputs, an empty tensor for the others."""
-    routing = Routing(pair_of_row, row_of_pair, expert_offsets, top_k_index.shape[1], len(gate_up_proj))
+    numbers = (pair_of_row, row_of_pair, expert_of_row, expert_offsets)
+    routing = Routing(*numbers, top_k_index.shape[1], len(gate_up_proj))
     need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
     grads = [grad.new_empty(0) for _ in needed]
-    grad_rows = Rows(grad, by_token=True)
     if any(needed[:5]):
-        grad_pre, parts, weighted = down_backward(
-            grad_rows,
-            ExpertWeight(down_proj, not transposed),
-            pre,
-            top_k_weights.view(-1),
-            Gate(activation, interleaved, alpha, limit),
-            routing,
-            _tile("down_backward", routing, grad),
-            need_weighted=need_down,
-            out=pre if memory_efficient else None,
-        )
-        pre_rows = Rows(grad_pre, by_token=False)
+        grad_rows = _sorted_rows(grad, routing)
+        gate = Gate(activation, interleaved, alpha, limit)
+        down = ExpertWeight(down_proj, not transposed)
+        keys = {"need_weighted": need_down, "out": pre if memory_efficient else None}
+        weights = top_k_weights.view(-1)
+        if _by_torch(gemm, routing, grad, gate_up_proj, down_proj):
+            grad_post = torch_grouped_gemm(grad_rows, down, routing)
+            through = activate_backward(grad_post, pre, gate_up_bias, weights, gate, routing, **keys)
+            del grad_post
+        else:
+            tile = _tile("down_backward", routing, grad)
+            through = down_backward(grad_rows, down, pre, weights, gate, routing, tile, **keys)
+        grad_pre, parts, weighted = through
+        del through
         if need_weights:
             grads[3] = sum_weight_parts(parts, routing, torch.float32).view_as(top_k_weights)
             if down_bias is not None:
                 grads[3] += _bias_part(grad, down_bias, top_k_index)
             grads[3] = grads[3].to(top_k_weights.dtype)
         if need_down:
-            pair = (grad_rows, Rows(weighted, by_token=False))
-            grads[2] = _outer(pair, transposed, routing, torch.empty_like(down_proj))
-            del weighted, pair
+            grads[2] = _outer((grad_rows, Rows(weighted, False)), transposed, routing, torch.empty_like(down_proj))
+        del grad_rows, weighted, parts
+        pre_rows = Rows(grad_pre, by_token=False)
         if need_up:
-            pair = (pre_rows, Rows(hidden_states, by_token=True))
+            pair = (pre_rows, _sorted_rows(hidden_states, routing))
             grads[1] = _outer(pair, transposed, routing, torch.empty_like(gate_up_proj))
+            del pair
         if need_up_bias:
             grads[4] = sum_by_expert(grad_pre, routing, gate_up_bias.dtype)
         if need_hidden:
             up = ExpertWeight(gate_up_proj, not transposed)
-            grad_slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing, grad))
-            grads[0] = sum_over_slots(grad_slots, routing, len(grad), None, hidden_states.dtype)
+            slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing, grad))
+            grads[0] = sum_over_slots(slots, routing, len(grad), None, hidden_states.dtype)
     if need_down_bias:
         share = _share_of_expert(top_k_index, top_k_weights, len(gate_up_proj))  # [N, E]
         grads[5] = (share.T @ grad.float()).to(down_bias.dtype)
     return grads
 
 
-@_experts_backward.register_fake
-def _(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
+def _experts_backward_fake(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
     inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     return [torch.empty_like(x) if need else grad.new_empty(0) for x, need in zip(inputs, rest[-1], strict=True)]
 
 
+_BACKWARD = {
+    memory_efficient: torch.library.custom_op(f"grpo_moe::{name}", _experts_backward, mutates_args=mutated)
+    for memory_efficient, name, mutated in (
+        (False, "experts_backward", ()),
+        (True, "experts_backward_in_place", ("pre",)),
+    )
+}
+for _operator in _BACKWARD.values():
+    _operator.register_fake(_experts_backward_fake)
+
+
 def _setup_context(ctx, inputs, output):
-    *tensors, activation, interleaved, transposed, alpha, limit, keep, memory_efficient = inputs
+    *tensors, activation, interleaved, transposed, alpha, limit, gemm, _, memory_efficient = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options = (activation, interleaved, transposed, alpha, limit, memory_efficient)
+    ctx.options = (activation, interleaved, transposed, alpha, limit, gemm, memory_efficient)
     ctx.is_used_up = False
     ctx.set_materialize_grads(False)
 
@@ -171,7 +218,7 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, *_):
     needed = list(ctx.needs_input_grad[:6])
     if grad is None or not any(needed):
-        return (None,) * 14
+        return (None,) * 15
     memory_efficient = ctx.options[-1]
     if ctx.is_used_up:
         raise RuntimeError(
@@ -179,8 +226,8 @@ def _backward(ctx, grad, *_):
             "overwrote the pre-activations"
         )
     ctx.is_used_up = memory_efficient
-    grads = _experts_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
-    return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 8
+    grads = _BACKWARD[memory_efficient](grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
+    return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 9
 
 
 _experts.register_autograd(_backward, setup_context=_setup_context)
@@ -219,21 +266,36 @@ def _share_of_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -
     return share
 
 
+def _sorted_rows(values: Tensor, routing: Routing) -> Rows:
+    """Rows of tokens in the order of the routing: gathered once where an expert has many, else by the kernel."""
+    if routing.num_rows < GATHER_FROM * routing.num_experts:
+        return Rows(values, by_token=True)
+    return Rows(gather_rows(values, routing), by_token=False)
+
+
+def _by_torch(gemm: str, routing: Routing, rows: Tensor, *weights: Tensor) -> bool:
+    if gemm != "auto":
+        return gemm == "torch"
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or routing.num_rows < GATHER_FROM * routing.num_experts:
+        return False
+    return all(tma_fits(x) for x in (rows, *weights))
+
+
 def _tile(gemm: str, routing: Routing, like: Tensor) -> Tile:
-    """Block sizes by the GEMM, the rows an expert has on average, and the size of an element."""
+    """Block sizes by the GEMM, the rows an expert has on average, and the size of an element; measured on an H200."""
     if INTERPRET:
         return Tile(16, 16, 16, 4, 1)
     rows = routing.num_rows / routing.num_experts
     if like.element_size() == 4:
         return Tile(64, 64, 32, 4, 3)
     if gemm == "outer":
-        return Tile(128, 128, 64, 8, 3)
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 96 else 128
+        return Tile(128, 256, 64, 8, 3) if rows >= GATHER_FROM else Tile(128, 128, 64, 8, 3)
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < GATHER_FROM else 128
     if block_m < 128:
         return Tile(block_m, 64 if gemm == "gate_up" else 128, 128 if block_m == 16 else 64, 4, 4)
     if gemm in ("gate_up", "down_backward"):
-        return Tile(128, 128, 64, 8, 3)
-    return Tile(128, 256, 64, 8, 3)
+        return Tile(128, 128, 64, 8, 3 if gemm == "gate_up" else 4)
+    return Tile(128, 256, 64, 8, 4)
 
 
 @triton.jit

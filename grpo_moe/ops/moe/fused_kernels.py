@@ -12,6 +12,7 @@ from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_
 from .routing import INTERPRET, Routing
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
+ROWS = 8  # rows a program of the kernels that only move memory
 
 
 @dataclass(frozen=True)
@@ -169,9 +170,9 @@ def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[num_rows, D]: the row of ``values`` [N, D] of each sorted row's token; garbage after the last pair."""
     width = values.shape[1]
     out = values.new_empty(routing.num_rows, width)
-    block = min(triton.next_power_of_2(width), 64 if INTERPRET else 4096)
+    block = min(triton.next_power_of_2(width), 32 if INTERPRET else 1024)
     if out.numel():
-        _gather_rows_kernel[(routing.num_rows, triton.cdiv(width, block))](
+        _gather_rows_kernel[(triton.cdiv(routing.num_rows, ROWS), triton.cdiv(width, block))](
             values,
             routing.pair_of_row,
             routing.expert_offsets,
@@ -180,16 +181,72 @@ def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
             values.stride(0),
             routing.num_slots,
             E=routing.num_experts,
+            ROWS=ROWS,
             BLOCK=block,
-            num_warps=4,
+            num_warps=8,
         )
     return out
 
 
+def activate(pre: torch.Tensor, bias: torch.Tensor | None, gate: Gate, routing: Routing) -> torch.Tensor:
+    """[num_rows, I]: the activation of pre-activations [num_rows, 2I] plus the expert's bias [E, 2I]."""
+    post = pre.new_empty(routing.num_rows, pre.shape[1] // 2)
+    _activation_launch(_activate_kernel, (pre, post), bias, gate, routing, post.shape[1])
+    return post
+
+
+def activate_backward(
+    grad: torch.Tensor,
+    pre: torch.Tensor,
+    bias: torch.Tensor | None,
+    weights: torch.Tensor,
+    gate: Gate,
+    routing: Routing,
+    *,
+    need_weighted: bool,
+    out: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """As :func:`down_backward` after its GEMM: ``grad`` [num_rows, I] is the output's gradient times the weight, and
+    ``bias`` has not been added to ``pre`` yet."""
+    grad_pre = torch.empty_like(pre) if out is None else out
+    weighted = torch.empty_like(grad) if need_weighted else None
+    parts = torch.empty(1, routing.num_rows, dtype=torch.float32, device=pre.device)
+    tensors = (grad, pre, weights, routing.pair_of_row, grad_pre, grad if weighted is None else weighted, parts)
+    options = {"NEED_WEIGHTED": need_weighted}
+    _activation_launch(_activate_backward_kernel, tensors, bias, gate, routing, grad.shape[1], **options)
+    return grad_pre, parts, weighted
+
+
+def _activation_launch(kernel, tensors, bias, gate: Gate, routing: Routing, width: int, **options) -> None:
+    if routing.num_rows and width:
+        kernel[(triton.cdiv(routing.num_rows, ROWS),)](
+            *tensors,
+            tensors[0] if bias is None else bias,
+            routing.expert_of_row,
+            routing.expert_offsets,
+            width,
+            HAS_BIAS=bias is not None,
+            E=routing.num_experts,
+            ROWS=ROWS,
+            BLOCK=min(triton.next_power_of_2(width), 32 if INTERPRET else 256),
+            num_warps=4,
+            **gate.options(),
+            **options,
+        )
+
+
 def sum_over_slots(
-    values: torch.Tensor, routing: Routing, num_tokens: int, weights: torch.Tensor | None, dtype: torch.dtype
+    values: torch.Tensor,
+    routing: Routing,
+    num_tokens: int,
+    weights: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    top_k_index: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """[N, H]: each token's rows of ``values`` [num_rows, H], times ``weights`` [N * K] if given, summed in fp32."""
+    """[N, H]: each token's rows of ``values`` [num_rows, H], plus the bias [E, H] of the slot's expert and times
+    ``weights`` [N * K] if given, summed in fp32 in the order of the slots."""
     width = values.shape[1]
     out = torch.empty(num_tokens, width, dtype=dtype, device=values.device)
     block = min(triton.next_power_of_2(width), 64 if INTERPRET else 2048)
@@ -198,10 +255,13 @@ def sum_over_slots(
             values,
             routing.row_of_pair,
             values if weights is None else weights,
+            values if bias is None else bias,
+            routing.row_of_pair if bias is None else top_k_index,
             out,
             width,
             K=routing.num_slots,
             WEIGHTED=weights is not None,
+            HAS_BIAS=bias is not None,
             BLOCK=block,
             num_warps=4,
         )
@@ -371,7 +431,6 @@ def _down_backward_kernel(
 ):
     tiles_n = tl.cdiv(WIDTH, BLOCK_N)
     PART: tl.constexpr = BLOCK_N // SUBTILES
-    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
     for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
         expert = tl.load(tile_expert_ptr + tile // tiles_n)
         row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
@@ -397,18 +456,25 @@ def _down_backward_kernel(
         line = row[:, None].to(tl.int64)
         for i in tl.static_range(SUBTILES):
             n = n0 + i * PART + tl.arange(0, PART)
-            gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, WIDTH + n)
-            mask = live[:, None] & (n[None, :] < WIDTH)
-            g = tl.load(pre_ptr + line * 2 * WIDTH + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
-            u = tl.load(pre_ptr + line * 2 * WIDTH + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
-            out, by_g, by_u = _activate(g, u, alpha, limit, ACTIVATION)
-            out = out.to(dtype).to(tl.float32)
-            total += tl.sum(parts[i] * out, 1)
-            grad = parts[i] * weight[:, None]
-            tl.store(grad_pre_ptr + line * 2 * WIDTH + gate_column[None, :], (grad * by_g).to(dtype), mask=mask)
-            tl.store(grad_pre_ptr + line * 2 * WIDTH + up_column[None, :], (grad * by_u).to(dtype), mask=mask)
-            if NEED_WEIGHTED:
-                tl.store(weighted_ptr + line * WIDTH + n[None, :], (out * weight[:, None]).to(dtype), mask=mask)
+            total += _through_activation(
+                parts[i],
+                weight,
+                line,
+                row,
+                n,
+                live[:, None] & (n[None, :] < WIDTH),
+                WIDTH,
+                pre_ptr,
+                pre_ptr,
+                grad_pre_ptr,
+                weighted_ptr,
+                alpha,
+                limit,
+                ACTIVATION,
+                INTERLEAVED,
+                False,
+                NEED_WEIGHTED,
+            )
         tl.store(parts_ptr + (tile % tiles_n).to(tl.int64) * num_rows + row, total, mask=live)
 
 
@@ -422,14 +488,148 @@ def _gather_rows_kernel(
     stride,
     num_slots,
     E: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    last = tl.where(row < tl.load(offsets_ptr + E), width, 0)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(offsets_ptr + E)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = (tl.load(pair_of_row_ptr + row) // num_slots).to(tl.int64)
-    value = tl.load(values_ptr + token * stride + column, mask=column < last, other=0.0)
-    tl.store(out_ptr + row.to(tl.int64) * width + column, value, mask=column < last)
+    token = (tl.load(pair_of_row_ptr + row, mask=live, other=0) // num_slots).to(tl.int64)
+    mask = live[:, None] & (column[None, :] < width)
+    value = tl.load(values_ptr + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def _activate_kernel(
+    pre_ptr,
+    post_ptr,
+    bias_ptr,
+    expert_of_row_ptr,
+    offsets_ptr,
+    width,
+    alpha,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(offsets_ptr + E)
+    line = row[:, None].to(tl.int64)
+    expert = tl.load(expert_of_row_ptr + row, mask=live, other=0) if HAS_BIAS else row
+    for first in range(0, width, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        mask = live[:, None] & (n[None, :] < width)
+        g, u = _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED, HAS_BIAS)
+        out, _, _ = _activate(g, u, alpha, limit, ACTIVATION)
+        tl.store(post_ptr + line * width + n[None, :], out.to(post_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _activate_backward_kernel(
+    grad_ptr,
+    pre_ptr,
+    weights_ptr,
+    pair_of_row_ptr,
+    grad_pre_ptr,
+    weighted_ptr,
+    parts_ptr,
+    bias_ptr,
+    expert_of_row_ptr,
+    offsets_ptr,
+    width,
+    alpha,
+    limit,
+    HAS_BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    NEED_WEIGHTED: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(offsets_ptr + E)
+    pair = tl.load(pair_of_row_ptr + row, mask=live, other=0)
+    weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)
+    line = row[:, None].to(tl.int64)
+    expert = tl.load(expert_of_row_ptr + row, mask=live, other=0) if HAS_BIAS else row
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, width, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        mask = live[:, None] & (n[None, :] < width)
+        grad = tl.load(grad_ptr + line * width + n[None, :], mask=mask, other=0.0).to(tl.float32)
+        total += _through_activation(
+            grad,
+            weight,
+            line,
+            expert,
+            n,
+            mask,
+            width,
+            pre_ptr,
+            bias_ptr,
+            grad_pre_ptr,
+            weighted_ptr,
+            alpha,
+            limit,
+            ACTIVATION,
+            INTERLEAVED,
+            HAS_BIAS,
+            NEED_WEIGHTED,
+        )
+    tl.store(parts_ptr + row, total, mask=live)
+
+
+@triton.jit
+def _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """Pre-activations of some rows and columns n in fp32, with the expert's bias if it is not in them yet."""
+    gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, width + n)
+    g = tl.load(pre_ptr + line * 2 * width + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
+    u = tl.load(pre_ptr + line * 2 * width + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
+    if HAS_BIAS:
+        base = bias_ptr + expert[:, None].to(tl.int64) * 2 * width
+        g += tl.load(base + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
+        u += tl.load(base + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
+    return g, u
+
+
+@triton.jit
+def _through_activation(
+    grad,
+    weight,
+    line,
+    expert,
+    n,
+    mask,
+    width,
+    pre_ptr,
+    bias_ptr,
+    grad_pre_ptr,
+    weighted_ptr,
+    alpha,
+    limit,
+    ACTIVATION: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    NEED_WEIGHTED: tl.constexpr,
+):
+    """Stores the gradients of gate and up and the weighted activation; returns the rows' sums of grad * activation."""
+    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
+    gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, width + n)
+    g, u = _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED, HAS_BIAS)
+    out, by_g, by_u = _activate(g, u, alpha, limit, ACTIVATION)
+    out = out.to(dtype).to(tl.float32)
+    weighted_grad = grad * weight[:, None]
+    tl.store(grad_pre_ptr + line * 2 * width + gate_column[None, :], (weighted_grad * by_g).to(dtype), mask=mask)
+    tl.store(grad_pre_ptr + line * 2 * width + up_column[None, :], (weighted_grad * by_u).to(dtype), mask=mask)
+    if NEED_WEIGHTED:
+        tl.store(weighted_ptr + line * width + n[None, :], (out * weight[:, None]).to(dtype), mask=mask)
+    return tl.sum(grad * out, 1)
 
 
 @triton.jit
@@ -437,10 +637,13 @@ def _sum_over_slots_kernel(
     values_ptr,
     row_of_pair_ptr,
     weights_ptr,
+    bias_ptr,
+    index_ptr,
     out_ptr,
     width,
     K: tl.constexpr,
     WEIGHTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
@@ -450,6 +653,9 @@ def _sum_over_slots_kernel(
         row = tl.load(row_of_pair_ptr + token * K + slot).to(tl.int64)
         last = tl.where(row >= 0, width, 0)
         value = tl.load(values_ptr + row * width + column, mask=column < last, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            expert = tl.load(index_ptr + token * K + slot).to(tl.int64)
+            value += tl.load(bias_ptr + expert * width + column, mask=column < last, other=0.0).to(tl.float32)
         if WEIGHTED:
             value *= tl.load(weights_ptr + token * K + slot).to(tl.float32)
         total += tl.where(column < last, value, 0.0)

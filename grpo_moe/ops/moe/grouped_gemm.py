@@ -79,10 +79,8 @@ def tma_fits(x: torch.Tensor) -> bool:
     return aligned and has_unit and x.stride(-1) == 1 and x.numel() > 0
 
 
-def grouped_gemm(
-    rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile, *, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """[num_rows, N]: every row times the weight of its expert, plus the expert's bias [E, N]; fp32 sums."""
+def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile) -> torch.Tensor:
+    """[num_rows, N]: every row times the weight of its expert, summed in fp32; garbage after the last pair."""
     n, k = weight.shape
     out = rows.values.new_empty(routing.num_rows, n)
     if out.numel() == 0:
@@ -94,7 +92,6 @@ def grouped_gemm(
     _grouped_gemm_kernel[(programs,)](
         a,
         b,
-        out if bias is None else bias,
         out,
         routing.pair_of_row,
         routing.expert_offsets,
@@ -109,11 +106,16 @@ def grouped_gemm(
         A_TMA=a_tma,
         B_TMA=b_tma,
         INNER_FIRST=weight.inner_first,
-        HAS_BIAS=bias is not None,
         NUM_PROGRAMS=programs,
         **tile.options(),
     )
     return out
+
+
+def torch_grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing) -> torch.Tensor:
+    """As :func:`grouped_gemm` of sorted rows by torch's grouped_mm, bf16 on a GPU; garbage after the last pair."""
+    values = weight.values if weight.inner_first else weight.values.transpose(1, 2)  # [E, K, N]
+    return torch._grouped_mm(rows.values, values, offs=routing.expert_offsets[1:])
 
 
 def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: torch.Tensor) -> torch.Tensor:
@@ -205,7 +207,6 @@ def multiply(a, b, acc, INTERPRET: tl.constexpr):
 def _grouped_gemm_kernel(
     a,
     b,
-    bias_ptr,
     out_ptr,
     pair_of_row_ptr,
     offsets_ptr,
@@ -220,7 +221,6 @@ def _grouped_gemm_kernel(
     A_TMA: tl.constexpr,
     B_TMA: tl.constexpr,
     INNER_FIRST: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -240,8 +240,6 @@ def _grouped_gemm_kernel(
             w = weight_tile(b, expert, n0, k0, N, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
             acc = multiply(x, w, acc, INTERPRET)
         n = n0 + tl.arange(0, BLOCK_N)
-        if HAS_BIAS:
-            acc += tl.load(bias_ptr + expert.to(tl.int64) * N + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
         place = row[:, None].to(tl.int64) * N + n[None, :]
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row[:, None] < end) & (n[None, :] < N))
 

@@ -52,11 +52,18 @@ def _linear(x, weight, bias, expert, transposed):
     return out if bias is None else out + bias[expert]
 
 
+def check_index(top_k_index: torch.Tensor, experts: int) -> None:
+    """Raises ValueError for an index outside of -1..E; waits for the device."""
+    if top_k_index.numel():
+        low, high = (int(x) for x in top_k_index.aminmax())
+        if low < -1 or high > experts:
+            raise ValueError(
+                f"top_k_index must be in -1..{experts} (-1 and {experts} skip the slot), got {low}..{high}; "
+                "look at the router"
+            )
+
+
 def _counts(flat: torch.Tensor, experts: int) -> list[int]:
     """Slots at -1, then at each expert; slots at the sentinel ``experts`` sort last and are left out."""
-    if flat.numel() and (int(flat.min()) < -1 or int(flat.max()) > experts):
-        raise ValueError(
-            f"top_k_index must be in -1..{experts} (-1 and {experts} skip the slot), "
-            f"got {int(flat.min())}..{int(flat.max())}"
-        )
+    check_index(flat, experts)
     return torch.bincount(flat + 1, minlength=experts + 2)[: experts + 1].tolist()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -11,6 +11,7 @@ import triton.language as tl
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
 PAIRS = 32 if INTERPRET else 128  # pairs a program
+ONE_PROGRAM = 64 if INTERPRET else 1024  # pairs up to which one program does it all: a launch costs more than its work
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,15 @@ class Routing:
     """[N * K] int32; garbage in the rows after the last pair."""
     row_of_pair: torch.Tensor
     """[N * K] int32; -1 for a skipped slot."""
+    expert_of_row: torch.Tensor
+    """[N * K] int32; garbage in the rows after the last pair."""
     expert_offsets: torch.Tensor
     """[E + 1] int32: expert e has the rows expert_offsets[e] to expert_offsets[e + 1]."""
     num_slots: int
     """K."""
     num_experts: int
     """E."""
+    _tiles: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def num_rows(self) -> int:
@@ -41,6 +45,11 @@ class Routing:
 
         An expert's tiles stand together and never cross into the next expert. ``most`` depends on shapes alone.
         """
+        if block_m not in self._tiles:
+            self._tiles[block_m] = self._make_tiles(block_m)
+        return self._tiles[block_m]
+
+    def _make_tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         most = self.num_rows // block_m + min(self.num_experts, self.num_rows)
         device = self.expert_offsets.device
         expert, first_row = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
@@ -65,23 +74,66 @@ def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
     """Sorts the pairs of top_k_index [N, K] by expert, stable in the pair's number; -1 and E or beyond are skipped."""
     pairs, device = top_k_index.numel(), top_k_index.device
     flat = top_k_index.reshape(-1)
-    blocks = max(triton.cdiv(pairs, PAIRS), 1)
+    rows = [torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(3)]
+    shape = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "PAIRS": PAIRS}
+    if pairs <= ONE_PROGRAM:
+        offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+        _route_kernel[(1,)](flat, *rows, offsets, pairs, **shape, num_warps=8)
+        return Routing(*rows, offsets, top_k_index.shape[1], num_experts)
+    blocks = triton.cdiv(pairs, PAIRS)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
     offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    pair_of_row = torch.empty(pairs, dtype=torch.int32, device=device)
-    row_of_pair = torch.empty(pairs, dtype=torch.int32, device=device)
-    shape = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts)}
-    _count_kernel[(blocks,)](flat, counts, pairs, PAIRS=PAIRS, **shape)
+    _count_kernel[(blocks,)](flat, counts, pairs, **shape, num_warps=8)
     _scan_kernel[(num_experts,)](counts, offsets, blocks, E=num_experts, BLOCK=64 if INTERPRET else 1024)
-    _offsets_kernel[(1,)](offsets, **shape)
-    _place_kernel[(blocks,)](flat, counts, offsets, pair_of_row, row_of_pair, pairs, PAIRS=PAIRS, **shape)
-    return Routing(pair_of_row, row_of_pair, offsets, top_k_index.shape[1], num_experts)
+    _offsets_kernel[(1,)](offsets, E=num_experts, BLOCK_E=shape["BLOCK_E"])
+    _place_kernel[(blocks,)](flat, counts, offsets, *rows, pairs, **shape, num_warps=8)
+    return Routing(*rows, offsets, top_k_index.shape[1], num_experts)
 
 
 @triton.jit
 def _one_hot(expert, E: tl.constexpr, BLOCK_E: tl.constexpr):
     columns = tl.arange(0, BLOCK_E)
     return ((expert[:, None] == columns[None, :]) & (columns[None, :] < E)).to(tl.int32)
+
+
+@triton.jit
+def _route_kernel(
+    index_ptr,
+    pair_of_row_ptr,
+    row_of_pair_ptr,
+    expert_of_row_ptr,
+    offsets_ptr,
+    pairs,
+    E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    columns = tl.arange(0, BLOCK_E)
+    count = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        count += tl.sum(_one_hot(expert, E, BLOCK_E), 0)
+    ends = tl.cumsum(count, 0)
+    tl.store(offsets_ptr + columns, ends - count, mask=columns < E)
+    tl.store(offsets_ptr + E, tl.sum(count, 0))
+    first = ends - count
+    for start in range(0, pairs, PAIRS):
+        pair = start + tl.arange(0, PAIRS)
+        expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+        one_hot = _one_hot(expert, E, BLOCK_E)
+        _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr)
+        first += tl.sum(one_hot, 0)
+
+
+@triton.jit
+def _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr):
+    """Gives each pair the next row of its expert; ``first`` is the first free row of each."""
+    row = tl.sum(one_hot * (first[None, :] + tl.cumsum(one_hot, 0) - 1), 1)
+    routed = tl.sum(one_hot, 1) > 0
+    tl.store(row_of_pair_ptr + pair, tl.where(routed, row, -1), mask=pair < pairs)
+    tl.store(pair_of_row_ptr + row, pair, mask=(pair < pairs) & routed)
+    tl.store(expert_of_row_ptr + row, expert, mask=(pair < pairs) & routed)
 
 
 @triton.jit
@@ -122,6 +174,7 @@ def _place_kernel(
     offsets_ptr,
     pair_of_row_ptr,
     row_of_pair_ptr,
+    expert_of_row_ptr,
     pairs,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -134,10 +187,7 @@ def _place_kernel(
     columns = tl.arange(0, BLOCK_E)
     first = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
     first += tl.load(before_ptr + block.to(tl.int64) * E + columns, mask=columns < E, other=0)
-    row = tl.sum(one_hot * (first[None, :] + tl.cumsum(one_hot, 0) - 1), 1)
-    routed = tl.sum(one_hot, 1) > 0
-    tl.store(row_of_pair_ptr + pair, tl.where(routed, row, -1), mask=pair < pairs)
-    tl.store(pair_of_row_ptr + row, pair, mask=(pair < pairs) & routed)
+    _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr)
 
 
 @triton.jit

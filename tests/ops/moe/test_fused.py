@@ -1,0 +1,279 @@
+"""The Triton experts against the loop over experts in float64, on a GPU or under Triton's interpreter."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from grpo_moe.ops import moe, moe_experts
+from grpo_moe.ops.moe import fused, grouped_gemm, routing
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+# the interpreter truncates to bf16 where a GPU rounds
+TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 1e-2 if ON_GPU else 3e-2}
+NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "gate_up_bias", "down_bias")
+
+
+@pytest.fixture(autouse=True)
+def triton_everywhere(monkeypatch):
+    monkeypatch.setattr(moe, "_triton_fits", lambda hidden_states: hidden_states.dtype != torch.float64)
+
+
+def make(tokens, experts, hidden, width, slots, *, transposed=False, bias=False, dtype=torch.float32):
+    """Inputs of moe_experts with some slots skipped, and an upstream gradient."""
+    up, down = (2 * width, hidden), (hidden, width)
+    if transposed:
+        up, down = up[::-1], down[::-1]
+    new = lambda *shape, scale=1.0: (scale * torch.randn(*shape, device=DEVICE)).to(dtype)  # noqa: E731
+    tensors = {
+        "hidden_states": new(tokens, hidden),
+        "gate_up_proj": new(experts, *up, scale=hidden**-0.5),
+        "down_proj": new(experts, *down, scale=width**-0.5),
+        "top_k_index": torch.randint(-1, experts + 1, (tokens, slots), device=DEVICE),
+        "top_k_weights": torch.rand(tokens, slots, device=DEVICE).to(dtype),
+    }
+    if bias:
+        tensors |= {"gate_up_bias": new(experts, 2 * width), "down_bias": new(experts, hidden)}
+    return tensors, new(tokens, hidden)
+
+
+def outcome(tensors, upstream, dtype, needed=NAMES, **options):
+    """{"out": output, name: gradient} in float64."""
+    cast = {n: x.to(dtype) if x.is_floating_point() else x for n, x in tensors.items()}
+    leaves = {n: cast[n].requires_grad_() for n in needed if n in cast}
+    out = moe_experts(**cast, **options)
+    grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(dtype)) if leaves else ()
+    return {"out": out.detach().double(), **{n: g.double() for n, g in zip(leaves, grads, strict=True)}}
+
+
+def assert_close(actual, truth, dtype):
+    for name, x in actual.items():
+        t = truth[name]
+        if t.numel():
+            error = float((x - t).abs().max() / t.abs().max().clamp(min=1e-9))
+            assert error < TOLERANCE[dtype], f"{name}: {error:.1e}"
+        assert x.shape == t.shape
+
+
+SHAPES = [(7, 4, 64, 32, 2), (6, 3, 33, 19, 2), (1, 4, 32, 16, 4), (16, 4, 32, 16, 4), (5, 40, 16, 16, 2),
+          (17, 2, 24, 24, 1), (9, 3, 16, 40, 2), (0, 4, 16, 16, 2)]  # fmt: skip
+GPU_SHAPES = [(512, 8, 256, 128, 2), (512, 8, 97, 47, 2), (512, 7, 128, 64, 3), (512, 8, 256, 64, 1),
+              (128, 8, 256, 64, 8), (70_000, 4, 64, 32, 1), (3000, 8, 512, 256, 4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_equals_float64(shape):
+    tensors, upstream = make(*shape)
+    assert_close(outcome(tensors, upstream, torch.float32), outcome(tensors, upstream, torch.float64), torch.float32)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_fused_equals_float64_on_a_gpu(shape, dtype):
+    tensors, upstream = make(*shape, dtype=dtype)
+    assert_close(outcome(tensors, upstream, dtype), outcome(tensors, upstream, torch.float64), dtype)
+
+
+KINDS = list(itertools.product(["silu", "gelu_tanh", "gpt_oss"], ["concatenated", "interleaved"], [False, True]))
+
+
+@pytest.mark.parametrize(("activation", "layout", "transposed"), KINDS)
+@pytest.mark.parametrize("gather_from", [0, 10**9])
+def test_activations_layouts_and_biases_equal_float64(activation, layout, transposed, gather_from, monkeypatch):
+    monkeypatch.setattr(fused, "GATHER_FROM", gather_from)  # rows by TMA, or row by row
+    tensors, upstream = make(9, 2, 24, 16, 2, transposed=transposed, bias=True)
+    options = {"activation": activation, "layout": layout, "transposed": transposed, "limit": 0.9}
+    truth = outcome(tensors, upstream, torch.float64, **options)
+    assert_close(outcome(tensors, upstream, torch.float32, **options), truth, torch.float32)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_projections_by_torch_equal_those_by_triton(bias, monkeypatch):
+    def loop(rows, weight, plan):
+        values = weight.values if weight.inner_first else weight.values.transpose(1, 2)
+        out = rows.values.new_full((plan.num_rows, values.shape[2]), math.nan)
+        for e, (a, b) in enumerate(itertools.pairwise(plan.expert_offsets.tolist())):
+            out[a:b] = rows.values[a:b] @ values[e]
+        return out
+
+    if not ON_GPU:
+        monkeypatch.setattr(fused, "torch_grouped_gemm", loop)  # torch has it on a GPU only
+    monkeypatch.setattr(fused, "GATHER_FROM", 0)
+    monkeypatch.setattr(fused, "_by_torch", lambda *given: True)
+    dtype = torch.bfloat16
+    tensors, upstream = make(12, 3, 32, 16, 2, bias=bias, dtype=dtype)
+    options = {"activation": "gpt_oss", "layout": "interleaved"}
+    truth = outcome(tensors, upstream, torch.float64, **options)
+    assert_close(outcome(tensors, upstream, dtype, **options), truth, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype):
+    tensors, upstream = make(9, 3, 32, 16, 2, bias=True, dtype=dtype)
+    assert_close(outcome(tensors, upstream, dtype), outcome(tensors, upstream, torch.float64), dtype)
+
+
+@pytest.mark.parametrize("needed", [(), *((name,) for name in NAMES), NAMES[:3], NAMES[3:]])
+def test_every_subset_of_gradients(needed):
+    tensors, upstream = make(5, 3, 16, 16, 2, bias=True)
+    truth = outcome(tensors, upstream, torch.float64, NAMES)
+    actual = outcome(tensors, upstream, torch.float32, needed)
+    assert set(actual) == {"out", *needed}
+    assert_close(actual, truth, torch.float32)
+
+
+def test_all_tokens_to_one_expert_and_none_at_all():
+    tensors, upstream = make(9, 3, 24, 16, 2)
+    for index in (1, -1):
+        tensors["top_k_index"] = torch.full_like(tensors["top_k_index"], index)
+        actual, truth = (outcome(tensors, upstream, dtype) for dtype in (torch.float32, torch.float64))
+        assert_close(actual, truth, torch.float32)
+        if index == -1:
+            assert not any(x.count_nonzero() for x in actual.values())
+
+
+def test_garbage_in_unused_memory_is_never_read(monkeypatch):
+    tensors, upstream = make(11, 4, 32, 16, 2)
+    clean = outcome(tensors, upstream, torch.float32)
+    empty = torch.Tensor.new_empty
+
+    def poisoned(self, *shape, **kwargs):
+        made = empty(self, *shape, **kwargs)
+        return made.fill_(math.nan) if made.is_floating_point() else made
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", poisoned)
+    dirty = outcome(tensors, upstream, torch.float32)
+    assert all(torch.equal(clean[name], x) for name, x in dirty.items())
+
+
+def test_strided_and_expanded_inputs():
+    tensors, upstream = make(8, 2, 32, 16, 2)
+    strided = dict(tensors)
+    strided["hidden_states"] = tensors["hidden_states"].T.contiguous().T
+    strided["down_proj"] = tensors["down_proj"][:1].expand(2, -1, -1)
+    strided["top_k_weights"] = tensors["top_k_weights"][:, :1].expand(-1, 2)
+    truth = outcome({n: x.contiguous() for n, x in strided.items()}, upstream, torch.float64, needed=())
+    assert_close(outcome(strided, upstream, torch.float32, needed=()), truth, torch.float32)
+
+
+def test_repeats_are_bitwise_equal_and_a_retained_graph_gives_the_same():
+    tensors, upstream = make(9, 3, 24, 16, 3)
+    first, second = (outcome(tensors, upstream, torch.float32) for _ in range(2))
+    assert all(torch.equal(first[name], x) for name, x in second.items())
+    hidden = tensors["hidden_states"].clone().requires_grad_()
+    out = moe_experts(**{**tensors, "hidden_states": hidden})
+    once = torch.autograd.grad(out, hidden, upstream, retain_graph=True)
+    assert torch.equal(once[0], torch.autograd.grad(out, hidden, upstream)[0])
+
+
+def test_memory_efficient_overwrites_and_says_so():
+    tensors, upstream = make(9, 3, 24, 16, 2)
+    plain, frugal = (outcome(tensors, upstream, torch.float32, memory_efficient=m) for m in (False, True))
+    assert all(torch.equal(plain[name], x) for name, x in frugal.items())
+    hidden = tensors["hidden_states"].clone().requires_grad_()
+    out = moe_experts(**{**tensors, "hidden_states": hidden}, memory_efficient=True)
+    torch.autograd.grad(out, hidden, upstream, retain_graph=True)
+    with pytest.raises(RuntimeError, match="memory_efficient must be False for a second backward pass"):
+        torch.autograd.grad(out, hidden, upstream)
+
+
+def test_inference_keeps_nothing(monkeypatch):
+    kept = []
+    gate_up = fused.gate_up
+    monkeypatch.setattr(fused, "gate_up", lambda *a, keep, **k: kept.append(keep) or gate_up(*a, keep=keep, **k))
+    tensors, upstream = make(8, 4, 32, 16, 2)
+    outcome(tensors, upstream, torch.float32, needed=())
+    with torch.no_grad():
+        moe_experts(**tensors)
+    assert kept == [False, False]
+
+
+def test_autocast_rounds_the_inputs():
+    tensors, _ = make(8, 4, 32, 16, 2)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out = moe_experts(**tensors)
+    rounded = moe_experts(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in tensors.items()})
+    assert out.dtype == torch.float32 and torch.equal(out, rounded.float())
+
+
+def test_custom_activation_runs_the_loop():
+    tensors, upstream = make(8, 4, 32, 16, 2)
+    relu = lambda gate, up: gate.relu() * up  # noqa: E731
+    truth = outcome(tensors, upstream, torch.float64, activation=relu)
+    assert_close(outcome(tensors, upstream, torch.float32, activation=relu), truth, torch.float32)
+
+
+def test_operator_passes_opcheck():
+    tensors, _ = make(5, 3, 16, 16, 2)
+    given = [tensors[n] for n in ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights")]
+    given = [x.requires_grad_() for x in given]
+    torch.library.opcheck(
+        fused._experts,
+        (*given, None, None, tensors["top_k_index"], "silu", False, False, 1.0, 1.0, "auto", True, False),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_routing_sorts_pairs_and_tiles_cover_them():
+    for tokens, slots, experts in [(0, 2, 3), (1, 1, 1), (50, 3, 5), (5, 4, 33)]:
+        index = torch.randint(-1, experts + 1, (tokens, slots), device=DEVICE)
+        plan, flat = routing.route(index, experts), index.flatten()
+        routed = (flat >= 0) & (flat < experts)
+        order = torch.where(routed, flat, experts).argsort(stable=True)[: int(routed.sum())]
+        assert torch.equal(plan.pair_of_row[: len(order)].long(), order)
+        inverse = torch.full_like(flat, -1)
+        inverse[order] = torch.arange(len(order), device=DEVICE)
+        assert torch.equal(plan.row_of_pair.long(), inverse)
+        assert torch.equal(plan.expert_of_row[: len(order)].long(), flat[order])
+        offsets = plan.expert_offsets.tolist()
+        for block in (4, 16):
+            expert, first, count = plan.tiles(block)
+            expected = [(e, r) for e in range(experts) for r in range(offsets[e], offsets[e + 1], block)]
+            made = list(zip(expert.tolist(), first.tolist(), strict=True))[: int(count) if tokens else 0]
+            assert made == expected
+
+
+def test_check_looks_at_the_indices():
+    tensors, _ = make(5, 3, 16, 16, 2)
+    tensors["top_k_index"][0, 0] = 7
+    with pytest.raises(ValueError, match="top_k_index must be in -1..3"):
+        moe_experts(**tensors, check=True)
+
+
+@pytest.mark.gpu
+def test_gpu_cuda_graph_replays_another_routing():
+    tensors, _ = make(256, 8, 128, 64, 2, dtype=torch.bfloat16)
+    upstream = torch.randn_like(tensors["hidden_states"])
+    leaves = [tensors[n].requires_grad_() for n in ("hidden_states", "gate_up_proj", "down_proj")]
+
+    def step():
+        out = moe_experts(**tensors)
+        return out, *torch.autograd.grad(out, leaves, upstream)
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(), step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    tensors["top_k_index"].copy_(torch.randint(-1, 9, (256, 2), device=DEVICE))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
+
+
+@pytest.mark.gpu
+def test_gpu_four_and_eight_warps_agree(monkeypatch):
+    tensors, upstream = make(600, 4, 256, 128, 2, dtype=torch.bfloat16)
+    made = []
+    for warps in (4, 8):
+        tile = grouped_gemm.Tile(64, 64, 64, warps, 3)
+        monkeypatch.setattr(fused, "_tile", lambda *given, tile=tile: tile)
+        monkeypatch.setattr(fused, "_by_torch", lambda *given: False)
+        made.append(outcome(tensors, upstream, torch.bfloat16))
+    for name, x in made[0].items():
+        assert (x - made[1][name]).abs().max() <= 1e-2 * x.abs().max()
