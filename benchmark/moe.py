@@ -167,7 +167,7 @@ def check(shape: Shape, names: list[str], device: torch.device) -> dict[str, Con
 
     def errors(implementation: Implementation) -> list[float]:
         made = run(problem, implementation, "full")
-        return [float((a.double() - t).norm() / t.norm()) for a, t in zip(made, truth, strict=True)]
+        return [float((a.detach().double() - t).norm() / t.norm()) for a, t in zip(made, truth, strict=True)]
 
     eager, checked = errors(stacked), {}
     for name in names:

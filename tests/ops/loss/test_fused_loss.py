@@ -90,7 +90,7 @@ def test_every_schedule_equals_the_full_logits(variant, on_policy):
     if on_policy:
         batch["old_logps"] = None
     tried = set()
-    for config, chunk_size in itertools.product(configs_of(variant), (3, 8, 100)):
+    for config, chunk_size in itertools.product(configs_of(variant), (3, 100)):
         expected = outcome(reference, config, batch)
         assert any(g.abs().max() > 1e-4 for g in expected[1])
         for schedule in ("auto", *schedules_of(config, batch, chunk_size)):
