@@ -23,7 +23,7 @@ from tasks import PRESETS, default_preset, make_task, warm_started_policy
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
 from grpo_moe.rl.checkpoint import check_run_folder
-from grpo_moe.rl.launch import start_all_processes
+from grpo_moe.rl.launch import runs_on_cpu, start_all_processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def main() -> None:
     task = make_task(recipe.task, recipe.dataset_name, preset.countdown, args.seed)
 
     check_run_folder(args.output_dir, args.resume_from_checkpoint)
-    state = PartialState(cpu=args.use_cpu)
+    state = PartialState(cpu=runs_on_cpu(args.use_cpu))
     if state.device.type == "cpu":  # accelerate launch would leave one thread
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // state.num_processes))
     model, tokenizer = recipe.model_name_or_path, None
@@ -84,8 +84,8 @@ def main() -> None:
     )
     summary = trainer.train()
     if trainer.accelerator.is_main_process:
-        before, after = (summary[f"eval_{when}"] for when in ("before", "after"))
-        for name in ("pass_rate", "greedy_pass_rate"):
+        before, after = (summary.get(f"eval_{when}", {}) for when in ("before", "after"))
+        for name in ("pass_rate", "greedy_pass_rate") if before and after else ():
             print(f"held-out {name}: {before[name]:.3f} -> {after[name]:.3f}")
         print(f"model, curves, metrics and summary in {args.output_dir}")
 
@@ -96,5 +96,8 @@ if __name__ == "__main__":
     except ValueError as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt as interrupt:
-        print(f"interrupted: {interrupt}\nadd --resume_from_checkpoint to go on", file=sys.stderr)
+        saved = f"{interrupt}\nadd --resume_from_checkpoint to go on"  # the trainer says what it saved
+        print(
+            f"interrupted: {saved if str(interrupt) else 'before the first update; nothing is saved'}", file=sys.stderr
+        )
         sys.exit(130)

@@ -11,8 +11,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from grpo_moe.ops import moe_experts
 
 
-def run_experts(module, hidden_states, top_k_index, top_k_weights, *, impl: str) -> torch.Tensor:
-    """The interface's function for an ``impl`` of :func:`moe_experts`: hidden [N, H], index and weights [N, K].
+def run_experts(module, hidden_states, top_k_index, top_k_weights, *, name: str, impl: str) -> torch.Tensor:
+    """The interface's function ``name`` for an ``impl`` of :func:`moe_experts`: hidden [N, H], index, weights [N, K].
 
     Raises:
         ValueError: an experts module without a silu gate, with biases, or in another layout; names it.
@@ -20,7 +20,7 @@ def run_experts(module, hidden_states, top_k_index, top_k_weights, *, impl: str)
     plain = module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
     if not plain or not _is_silu(module):
         raise ValueError(
-            f'experts_implementation="{impl}" must be used with bias-free [gate; up] silu experts, got '
+            f'experts_implementation="{name}" must be used with bias-free [gate; up] silu experts, got '
             f'{type(module).__name__}; use transformers\' "grouped_mm" or "eager" for this model'
         )
     return moe_experts(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl=impl)
@@ -33,4 +33,4 @@ def _is_silu(module) -> bool:
 
 
 for name, impl in {"stacked": "stacked", "fused": "fused", "grpo_moe": "fused"}.items():
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_experts, impl=impl))
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_experts, name=name, impl=impl))

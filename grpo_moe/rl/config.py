@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import math
 import sys
@@ -245,11 +246,13 @@ def parse_args(
         ValueError: the YAML file names an option that no class has, or a value breaks a class's rules.
         SystemExit: an unknown flag or a value of the wrong type; argparse prints which.
     """
-    parser = HfArgumentParser(classes, allow_abbrev=False)
-    parser.add_argument("--config", help="YAML file with values for any of these options.")
+    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_parser.add_argument("--config", help="YAML file with values for any of these options.")
+    # what is read first must leave --help to the parser that knows all options
+    parser = HfArgumentParser(classes, allow_abbrev=False, parents=[file_parser], add_help=not known_only)
     argv = list(sys.argv[1:] if argv is None else argv)
     names = {f.name for cls in classes for f in dataclasses.fields(cls)}
-    from_file = _read_yaml(parser.parse_known_args(argv)[0].config)
+    from_file = _read_yaml(file_parser.parse_known_args(argv)[0].config)
     if not known_only and (unknown := sorted(set(from_file) - names)):
         raise ValueError(f"options in the --config file must be known, got {', '.join(unknown)}; see --help")
     merged = {**(defaults or {}), **from_file}

@@ -1,10 +1,12 @@
-"""Makes ``accelerate launch --cpu --num_processes N`` start N processes."""
+"""How a run is launched: whether it is on CPUs, and ``accelerate launch --cpu --num_processes N`` as N processes."""
 
 from __future__ import annotations
 
 import os
 import sys
 from pathlib import Path
+
+import torch
 
 
 def start_all_processes() -> None:
@@ -21,6 +23,20 @@ def start_all_processes() -> None:
     if count > 1:
         command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(count), *sys.argv]
         os.execv(sys.executable, [sys.executable, *command])
+
+
+def runs_on_cpu(use_cpu: bool) -> bool:
+    """Whether accelerate's states must be made for CPUs: asked for, ``accelerate launch --cpu``, or no GPU for a group.
+
+    PartialState itself looks at none of the last two, and would make every process of a group a run of its own.
+    """
+    launched = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes")
+    return use_cpu or launched or (world_size() > 1 and not torch.cuda.is_available())
+
+
+def world_size() -> int:
+    """Processes that the launcher started."""
+    return int(os.environ.get("WORLD_SIZE", 1))
 
 
 def requested_processes(command: list[str], script: str) -> int:

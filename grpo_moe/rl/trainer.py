@@ -30,6 +30,7 @@ from .config import GRPOConfig
 from .display import NullDisplay, make_display
 from .evaluation import evaluate, rollout_metrics
 from .interrupt import InterruptGuard
+from .launch import runs_on_cpu, world_size
 from .loading import check_vocabulary, disable_dropout, load_policy, load_tokenizer, reference_model
 from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 from .report import plot_curves, versions, write_completions, write_summary
@@ -113,10 +114,15 @@ class GRPOTrainer:
 
         self.accelerator = Accelerator(
             mixed_precision="bf16" if args.bf16 else None,  # None: as accelerate was launched
-            cpu=args.use_cpu,
+            cpu=runs_on_cpu(args.use_cpu),
             log_with=args.report_to if args.report_to != "none" else None,
             project_dir=args.output_dir,
         )
+        if world_size() != self.accelerator.num_processes:
+            raise RuntimeError(
+                f"num_processes must be {world_size()} as launched, got {self.accelerator.num_processes}; make no "
+                "accelerate state before the trainer, or one with runs_on_cpu()"
+            )
         self.accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
         self._prepare(policy)
         engine = rollout_engine or default_engine(self.policy, self.tokenizer)

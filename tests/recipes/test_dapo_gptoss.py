@@ -21,7 +21,7 @@ def launch(folder, *arguments, launcher=()):
     paths = ["--output_dir", str(folder / "run"), "--cache_dir", str(folder / "cache")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.Popen(
-        [*command, *SHORT, *paths, *arguments],
+        [*command, *(x for x in SHORT if not (launcher and x == "--use_cpu")), *paths, *arguments],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -59,6 +59,17 @@ def test_interrupted_by_a_signal_it_goes_on_where_it_stopped(tmp_path):
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     steps = [line["step"] for line in lines if "reward" in line]
     assert steps == list(range(4, stopped + 5, 4))
+
+
+def test_help_lists_the_options_of_the_recipe_and_of_training(monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    monkeypatch.setattr(sys, "argv", [RECIPE, "--help"])
+    import dapo_gptoss
+
+    with pytest.raises(SystemExit) as ended:
+        dapo_gptoss.main()
+    shown = capsys.readouterr().out
+    assert ended.value.code == 0 and all(f"--{name}" in shown for name in ("task", "loss_type", "max_steps", "config"))
 
 
 def test_accelerate_launch_starts_the_processes_it_is_asked_for(tmp_path):

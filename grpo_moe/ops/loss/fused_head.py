@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
+from .checks import check_chunk_size, check_head_inputs, check_ids
 from .head import HeadOptions, RunningSum, TorchHead
 
 
@@ -34,7 +35,8 @@ def token_logps(
     Args:
         hidden_states: [N, H], any strides, N may be 0.
         lm_head_weight: [V, H].
-        target_ids: [N] integers in [0, V). Checked on a CPU only: on a GPU the check would wait for the device.
+        target_ids: [N] integers in [0, V). Checked on a CPU only: on a GPU the check would wait for the device, and
+            an id out of range gives NaN (the Triton head) or a device-side assertion.
         bias: [V] or None; -inf removes a token from the distribution (unless a softcap lifts it to -softcap).
         temperature: divides the capped logits.
         logit_scale: multiplies the logits before the cap (Cohere; the reciprocal of Granite's logits_scaling).
@@ -49,7 +51,10 @@ def token_logps(
     Raises:
         ValueError: a shape, a target id or an option is out of its range.
     """
-    check_head_inputs(hidden_states, lm_head_weight, target_ids, bias)
+    if hidden_states.ndim != 2:
+        raise ValueError(f"hidden_states must be [N, H], got shape {tuple(hidden_states.shape)}; flatten [B, T, H]")
+    check_head_inputs(hidden_states, lm_head_weight, "target_ids", target_ids, bias)
+    check_ids("target_ids", target_ids, len(lm_head_weight))
     options = HeadOptions(temperature, logit_scale, softcap)
     check_chunk_size(chunk_size)
     how = (options, chunk_size, head_dtypes(hidden_states, lm_head_weight), return_entropy)
@@ -155,7 +160,7 @@ class _TokenLogps(torch.autograd.Function):
                     grads.hidden[rows] = grad.to(grads.hidden.dtype)
             grad_hidden, grad_weight, grad_bias = grads.totals()
         return (
-            grad_hidden,
+            None if grad_hidden is None else grad_hidden.to(hidden_states.dtype),
             None if grad_weight is None else grad_weight.to(lm_head_weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
             None,
@@ -173,7 +178,9 @@ class HeadGradients:
 
     def __init__(self, head, hidden_states, weight, bias, needed: tuple[bool, bool, bool], *, single: bool = False):
         need_hidden, need_weight, need_bias = needed
-        self.hidden = torch.empty_like(hidden_states) if need_hidden else None
+        # fp16 underflows before a loss scale could reach it
+        dtype = head.dtype if hidden_states.dtype == torch.float16 else hidden_states.dtype
+        self.hidden = torch.empty_like(hidden_states, dtype=dtype) if need_hidden else None
         self.sums: dict[str, RunningSum] = {}
         if need_weight:
             self.sums["grad_weight"] = RunningSum(weight.shape, head.dtype, weight.device, single=single)
@@ -212,35 +219,3 @@ def head_dtypes(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> tu
     if operand_dtype != torch.float64 and torch.is_autocast_enabled(device):
         operand_dtype = torch.get_autocast_dtype(device)
     return operand_dtype, dtype
-
-
-def check_head_inputs(hidden_states, lm_head_weight, target_ids, bias) -> None:
-    if hidden_states.ndim != 2:
-        raise ValueError(f"hidden_states must be [N, H], got shape {tuple(hidden_states.shape)}; flatten [B, T, H]")
-    num_rows, width = hidden_states.shape
-    if lm_head_weight.ndim != 2 or lm_head_weight.shape[1] != width or len(lm_head_weight) == 0:
-        raise ValueError(
-            f"lm_head_weight must be [V, H] with V >= 1 and H = {width} as hidden_states, "
-            f"got shape {tuple(lm_head_weight.shape)}; under FSDP or ZeRO call this inside the model's forward"
-        )
-    vocab_size = len(lm_head_weight)
-    if tuple(target_ids.shape) != (num_rows,) or target_ids.is_floating_point():
-        raise ValueError(
-            f"target_ids must be integers [N] with N = {num_rows} as hidden_states, "
-            f"got {target_ids.dtype} of shape {tuple(target_ids.shape)}; flatten them as the hidden states"
-        )
-    if bias is not None and tuple(bias.shape) != (vocab_size,):
-        raise ValueError(f"bias must be [V] with V = {vocab_size}, got shape {tuple(bias.shape)}; pass lm_head.bias")
-    if num_rows and target_ids.device.type == "cpu":
-        low, high = (int(x) for x in target_ids.aminmax())
-        if low < 0 or high >= vocab_size:
-            raise ValueError(
-                f"target_ids must be in [0, V) with V = {vocab_size}, got {low} to {high}; "
-                "replace ids of ignored tokens, such as -100, by any valid one and mask their log-probabilities"
-            )
-
-
-def check_chunk_size(chunk_size: int | None) -> None:
-    """Raises ValueError unless it is None or at least 1."""
-    if chunk_size is not None and not (isinstance(chunk_size, int) and chunk_size >= 1):
-        raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size}; None chooses it")

@@ -10,11 +10,13 @@ from dataclasses import dataclass
 import torch
 from torch.autograd.function import once_differentiable
 
+from .checks import check_chunk_size, check_head_inputs, check_ids, check_loss_inputs
 from .config import LossConfig
-from .fused_head import HeadGradients, check_chunk_size, check_head_inputs, chunks_of, head_dtypes, open_head
+from .fused_head import HeadGradients, chunks_of, head_dtypes, open_head
 from .head import HeadOptions, RunningSum
-from .objective import Count, LossOutput, check_loss_inputs, grpo_loss_from_logps, loss_value
-from .schedule import SCHEDULES, choose_schedule, whole_rows
+from .objective import Count, LossOutput, grpo_loss_from_logps, loss_value
+from .policy import MAX_LOG_RATIO
+from .schedule import SCHEDULES, choose_schedule, whole_rows, without_ratio
 
 __all__ = ["grpo_loss"]
 
@@ -40,8 +42,9 @@ def grpo_loss(
 ) -> LossOutput:
     """`grpo_loss_from_logps` on the `token_logps` of the head, with gradients made in the forward pass.
 
-    The backward pass only scales them by the upstream gradient of the loss, so the logits of a chunk are used while
-    they exist. Three schedules give the same loss and gradients:
+    The backward pass only scales them by the upstream gradient of the loss, so the probabilities of a chunk are used
+    while they exist (those of a single chunk are kept for the weight's gradient where that takes no more memory).
+    Differentiable once. Three schedules give the same loss and gradients:
 
     * "one-pass" (6NVH operations): a chunk's gradients follow its log-probabilities at once. For losses whose
       gradient at a token depends on that token alone, and for all others when every sequence fits a chunk.
@@ -62,7 +65,9 @@ def grpo_loss(
         completion_mask: [B, T], nonzero where a token takes part.
         advantages: [B], or [B, T].
         config: the options; its temperature divides the logits.
-        old_logps, ref_logps, sampling_logps, num_loss_tokens, num_sequences: as in `grpo_loss_from_logps`.
+        old_logps, ref_logps, sampling_logps, num_sequences: as in `grpo_loss_from_logps`.
+        num_loss_tokens: the same. None: the tokens of this call whose given log-probabilities are finite; one whose own
+            log-probability is not (its hidden states were NaN) still counts, here and in its row's mean.
         bias, logit_scale, softcap: of the head, as in `token_logps`.
         schedule: "auto", "one-pass", "sequence-linear" or "two-pass".
         chunk_size: rows a chunk, as in `token_logps`.
@@ -73,29 +78,30 @@ def grpo_loss(
     Raises:
         ValueError: a shape or an option is out of its range, or the schedule cannot compute this loss exactly.
     """
-    if hidden_states.ndim != 3:
-        raise ValueError(f"hidden_states must be [B, T, H], got shape {tuple(hidden_states.shape)}; unflatten them")
-    if tuple(completion_ids.shape) != tuple(hidden_states.shape[:2]):
-        raise ValueError(
-            f"completion_ids must be [B, T] = {tuple(hidden_states.shape[:2])} as hidden_states, "
-            f"got shape {tuple(completion_ids.shape)}; align them first"
-        )
+    if not isinstance(hidden_states, torch.Tensor) or hidden_states.ndim != 3:
+        got = tuple(getattr(hidden_states, "shape", ())) or type(hidden_states).__name__
+        raise ValueError(f"hidden_states must be a tensor [B, T, H], got {got}; unflatten them")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"schedule must be one of auto, {', '.join(SCHEDULES)}, got {schedule!r}; check the spelling")
     check_chunk_size(chunk_size)
     given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
-    check_loss_inputs(config, completion_ids, advantages, completion_mask, given | {"entropy": completion_mask})
+    check_loss_inputs(config, "completion_ids", completion_ids, advantages, completion_mask, given)
+    check_head_inputs(hidden_states, lm_head_weight, "completion_ids", completion_ids, bias)
     wanted = completion_mask != 0
     ids = torch.where(wanted, completion_ids, 0).long()
-    check_head_inputs(hidden_states.flatten(0, 1), lm_head_weight, ids.flatten(), bias)
+    check_ids("completion_ids", ids, len(lm_head_weight))
 
     taking_part = _carries_gradient(wanted, advantages, config)
     if num_loss_tokens is None:
         num_loss_tokens = _num_finite(wanted, config, given)
     counts = {"num_loss_tokens": num_loss_tokens, "num_sequences": len(ids) if num_sequences is None else num_sequences}
     objective = _Objective(config, advantages, taking_part, given, counts)
-    sweep = _Sweep(objective, ids, HeadOptions(config.temperature, logit_scale, softcap), schedule, chunk_size)
-    sweep.dtypes = head_dtypes(hidden_states, lm_head_weight)
+    options = HeadOptions(config.temperature, logit_scale, softcap)
+    sweep = _Sweep(objective, ids, options, schedule, chunk_size, head_dtypes(hidden_states, lm_head_weight))
+    if not torch.is_grad_enabled():  # needs_input_grad does not look at it
+        hidden_states, lm_head_weight, bias = (
+            None if x is None else x.detach() for x in (hidden_states, lm_head_weight, bias)
+        )
     loss = _FusedLoss.apply(hidden_states, lm_head_weight, bias, sweep)
     skipped = (wanted & ~taking_part).sum().to(loss.dtype)
     return LossOutput(loss, sweep.output.per_token_loss, {**sweep.output.stats, "num_skipped_tokens": skipped})
@@ -137,7 +143,7 @@ class _Sweep:
     options: HeadOptions
     schedule: str
     chunk_size: int | None
-    dtypes: tuple[torch.dtype, torch.dtype] = (torch.float32, torch.float32)
+    dtypes: tuple[torch.dtype, torch.dtype]
     logps: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     output: LossOutput | None = None
@@ -151,7 +157,8 @@ class _FusedLoss(torch.autograd.Function):
             cells, lengths = _cells(sweep.objective.mask)
             head = open_head(lm_head_weight, bias, sweep.options, sweep.dtypes, len(cells), sweep.chunk_size)
             flat = hidden_states.detach().flatten(0, 1)  # [B * T, H]
-            single = len(cells) <= head.chunk_size
+            # kept exps of n x V halves instead of a V x H sum in float32: no more memory up to n = 2H
+            single = len(cells) <= min(head.chunk_size, 2 * flat.shape[1])
             grads = HeadGradients(head, flat, lm_head_weight, bias, needed, single=single)
             _Run(head, flat, grads, sweep, cells, lengths).all_chunks(any(needed))
             weight_sum = grads.sums.get("grad_weight")
@@ -183,7 +190,7 @@ class _Run:
 
     def __init__(self, head, hidden_states, grads: HeadGradients, sweep: _Sweep, cells: torch.Tensor, lengths: list):
         self.head, self.hidden_states, self.grads, self.sweep = head, hidden_states, grads, sweep
-        self.cells, self.lengths = cells, lengths
+        self.cells, self.lengths, self.ends = cells, lengths, list(itertools.accumulate(lengths))
         self.objective, self.ids = sweep.objective, sweep.ids.flatten()
         self.with_entropy = self.objective.config.top_entropy_quantile != 1
         shape = sweep.ids.shape
@@ -244,15 +251,22 @@ class _Run:
         sums = {name: RunningSum(x.shape, x.dtype, x.device) for name, x in self.grads.sums.items()}
         for part in chunks_of(len(cells), self.head.chunk_size):
             chunk = self._forward(cells[part])
-            ones = chunk.logps.isfinite().to(chunk.logps.dtype)
+            ones = self._takes_part(cells[part], chunk.logps).to(chunk.logps.dtype)
             hidden.append(self.head.backward(chunk, ones, need_hidden=self.grads.hidden is not None, **sums))
         coefficients = self.objective.gradient(self.sweep.logps, rows).flatten()
-        # equal at every token that takes part, 0 at a dropped one
+        # equal at every token that takes part, 0 at the others
         coefficient = coefficients.gather(0, coefficients.abs().argmax()[None])[0]
         if self.grads.hidden is not None:
             self._store(cells, torch.cat(hidden).mul_(coefficient))
         for name, total in self.grads.sums.items():
             total.add(sums[name], coefficient)
+
+    def _takes_part(self, cells: torch.Tensor, logps: torch.Tensor) -> torch.Tensor:
+        """Which tokens have a gradient in a loss whose tokens share one coefficient."""
+        old_logps = self.objective.given["old_logps"]
+        apart = (logps - (logps if old_logps is None else old_logps.reshape(-1)[cells])).abs()
+        bound = torch.inf if without_ratio(self.objective.config) else MAX_LOG_RATIO
+        return self.objective.mask.flatten()[cells] & apart.isfinite() & (apart <= bound)
 
     def _forward(self, cells: torch.Tensor):
         chunk = self.head.forward(self.hidden_states[cells], self.ids[cells], with_entropy=self.with_entropy)
@@ -271,8 +285,7 @@ class _Run:
 
     def _rows(self, places: slice) -> slice:
         """The rows that hold these tokens."""
-        ends = list(itertools.accumulate(self.lengths))
-        return slice(bisect.bisect_right(ends, places.start), bisect.bisect_left(ends, places.stop) + 1)
+        return slice(bisect.bisect_right(self.ends, places.start), bisect.bisect_left(self.ends, places.stop) + 1)
 
 
 SCHEDULE_METHODS: dict[str, Callable[[_Run], None]] = {

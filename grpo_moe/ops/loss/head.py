@@ -22,10 +22,10 @@ class HeadOptions:
 
     def __post_init__(self):
         for name, value in {"temperature": self.temperature, "softcap": self.softcap}.items():
-            if value is not None and not 0 < value < math.inf:
+            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
                 fix = "1.0 leaves the logits as they are" if name == "temperature" else "None leaves it out"
                 raise ValueError(f"{name} must be finite and above 0, got {value}; {fix}")
-        if not math.isfinite(self.logit_scale):
+        if not (isinstance(self.logit_scale, int | float) and math.isfinite(self.logit_scale)):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}; 1.0 leaves the logits as they are")
 
 
@@ -58,9 +58,12 @@ class RunningSum:
         self.value: torch.Tensor | None = None
         self.factors: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def add_product(self, a: torch.Tensor, b: torch.Tensor) -> None:
-        """+= a @ b, halves multiplied exactly."""
-        if self.single:
+    def add_product(self, a: torch.Tensor, b: torch.Tensor, scale: torch.Tensor | None = None) -> None:
+        """+= a @ b (times a scalar), halves multiplied exactly."""
+        if scale is not None:
+            term = product(a, b, self.dtype).mul_(scale)
+            self.value = term if self.value is None else self.value.add_(term)
+        elif self.single:
             assert self.factors is None, "a second product"
             self.factors = a, b
         elif self.value is None:
@@ -135,7 +138,7 @@ class TorchHead:
         grad_weight: RunningSum | None = None,
         grad_bias: RunningSum | None = None,
     ) -> torch.Tensor | None:
-        """The chunk's gradients; a row with upstream gradient 0 adds exactly 0, even if its logits are NaN.
+        """The chunk's gradients; a row with upstream gradient 0 adds exactly 0, even if its hidden states are NaN.
 
         Args:
             chunk: of the last forward pass; it is used up.
@@ -160,10 +163,18 @@ class TorchHead:
         grad = grad.mul_(slope).masked_fill_(idle, 0)
         if grad_bias is not None:
             grad_bias.add_product(grad.new_ones(1, len(grad)), grad)
+        scale = None
+        if self.weight.dtype == torch.float16:  # its smallest number is 6e-8: a power of two brings the slopes near 1
+            largest = grad.abs().amax().clamp(min=torch.finfo(self.dtype).tiny)
+            scale = torch.exp2(largest.log2().ceil())
+            grad = grad / scale
         grad = grad.to(self.weight.dtype)
         if grad_weight is not None:
-            grad_weight.add_product(grad.T, chunk.hidden_states.masked_fill(idle, 0))
-        return product(grad, self.weight, self.dtype) if need_hidden else None
+            grad_weight.add_product(grad.T, chunk.hidden_states.masked_fill(idle, 0), scale)
+        if not need_hidden:
+            return None
+        grad_hidden = product(grad, self.weight, self.dtype)
+        return grad_hidden if scale is None else grad_hidden.mul_(scale)
 
     @staticmethod
     def scaled(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

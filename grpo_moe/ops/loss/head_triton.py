@@ -7,7 +7,7 @@ from functools import lru_cache
 
 import torch
 
-from . import kernels
+from . import kernels, row_kernels
 from .head import Chunk, HeadOptions, RunningSum, TorchHead, product
 
 _LN2 = math.log(2.0)
@@ -59,18 +59,24 @@ class TritonHead:
             self._softcap = options.softcap / options.temperature
             self._scale, self._slope = options.logit_scale / options.softcap, slope
         vocab_size = len(weight)
-        probes = torch.arange(min(kernels.PROBES, vocab_size), device=weight.device)
+        probes = torch.arange(min(row_kernels.PROBES, vocab_size), device=weight.device)
         self._probes = probes * vocab_size // len(probes)
         self._probe_weight = self.weight[self._probes]
         self._exps: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor, target_ids: torch.Tensor, *, with_entropy: bool = False) -> Chunk:
         """As :meth:`TorchHead.forward`."""
+        with torch.cuda.device_of(hidden_states):  # Triton launches on the current device
+            return self._forward(hidden_states, target_ids, with_entropy)
+
+    def _forward(self, hidden_states, target_ids, with_entropy: bool) -> Chunk:
         hidden_states = hidden_states.to(torch.bfloat16).contiguous()
         exps = self._buffer(len(hidden_states))
         how = (self._scale, self._softcap)
         probe_logits = self._probe_logits(hidden_states)
-        target, offset = kernels.target_offsets(hidden_states, self.weight, self.bias, target_ids, probe_logits, *how)
+        target, offset = row_kernels.target_offsets(
+            hidden_states, self.weight, self.bias, target_ids, probe_logits, *how
+        )
         inputs = (hidden_states, self.weight, self.bias, offset, exps, *how)
         parts = kernels.exp_logits(*inputs, with_entropy=with_entropy)
         out = kernels.row_sums(*parts)
@@ -97,14 +103,15 @@ class TritonHead:
     ) -> torch.Tensor | None:
         """As :meth:`TorchHead.backward`, without an upstream gradient of the entropy."""
         exps = chunk.kept["exps"]
-        factor, scaled = kernels.finish_rows(
-            hidden=chunk.hidden_states,
-            target_ids=chunk.target_ids,
-            grad_logps=grad_logps,
-            scale=self._slope,
-            softcap=self._softcap,
-            **chunk.kept,
-        )
+        with torch.cuda.device_of(exps):
+            factor, scaled = row_kernels.finish_rows(
+                hidden=chunk.hidden_states,
+                target_ids=chunk.target_ids,
+                grad_logps=grad_logps,
+                scale=self._slope,
+                softcap=self._softcap,
+                **chunk.kept,
+            )
         if grad_weight is not None:
             grad_weight.add_product(exps.T, scaled)
         if grad_bias is not None:
@@ -124,7 +131,7 @@ class TritonHead:
         pieces = exps.unflatten(1, (parts, -1)).transpose(0, 1)  # [parts, n, V / parts]
         return torch.bmm(pieces, self.weight.unflatten(0, (parts, -1)), out_dtype=torch.float32).sum(0)
 
-    scaled = staticmethod(kernels.scaled)
+    scaled = staticmethod(row_kernels.scaled)
     scaled_product = staticmethod(TorchHead.scaled_product)
 
     def _buffer(self, rows: int) -> torch.Tensor:

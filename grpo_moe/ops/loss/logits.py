@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
+from .checks import ID_DTYPES, check_loss_inputs
 from .config import LossConfig
 from .objective import Count, LossOutput, grpo_loss_from_logps
 
@@ -83,6 +84,8 @@ def grpo_loss_from_logits(
     Raises:
         ValueError: as both of them.
     """
+    given = {"old_logps": old_logps, "ref_logps": ref_logps, "sampling_logps": sampling_logps}
+    check_loss_inputs(config, "completion_ids", completion_ids, advantages, completion_mask, given)
     logps, entropy = _logps_and_entropy(
         logits,
         completion_ids,
@@ -217,7 +220,7 @@ def _check_inputs(logits, completion_ids, completion_mask, temperature: float) -
             "pass those of the completion tokens"
         )
     shape = tuple(logits.shape[:2])
-    if tuple(completion_ids.shape) != shape or completion_ids.dtype not in _ID_DTYPES:
+    if tuple(completion_ids.shape) != shape or completion_ids.dtype not in ID_DTYPES:
         raise ValueError(
             f"completion_ids must be integers [B, T] = {shape} as logits, got {completion_ids.dtype} of shape "
             f"{tuple(completion_ids.shape)}; logits at position t are those that predict token t"
@@ -256,6 +259,3 @@ def _check_inplace(logits: torch.Tensor) -> None:
         if size > 1 and stride < extent:
             raise ValueError(f"inplace must be False if rows share memory, got strides {logits.stride()}; {fix}")
         extent += (size - 1) * stride
-
-
-_ID_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import check_count, check_loss_inputs
 from .config import LossConfig
 from .policy import MAX_LOG_RATIO, POLICY_LOSSES, PolicyInputs, PolicyLoss, bounded_difference, row_mean, row_sum
 
@@ -94,9 +95,9 @@ def loss_value(logps, advantages, completion_mask, config, *, num_loss_tokens, n
 
 def _evaluate(logps, advantages, completion_mask, config: LossConfig, given: dict, counts: tuple):
     """Loss, per-token loss [B, T] and what :func:`_stats` reads."""
+    check_loss_inputs(config, "logps", logps, advantages, completion_mask, given)
     old_logps = logps.detach() if given["old_logps"] is None else given["old_logps"]
     optional = {**given, "old_logps": old_logps}
-    check_loss_inputs(config, logps, advantages, completion_mask, optional)
     if config.beta == 0:
         optional["ref_logps"] = None
     batch = _clean(logps, advantages, completion_mask, **optional)
@@ -302,34 +303,8 @@ def _stats(
 
 def _at_least_one(name: str, count: Count | None, local: Count) -> Count:
     count = local if count is None else count
-    if not isinstance(count, torch.Tensor):
-        return max(count, 1)
-    if count.ndim:
-        raise ValueError(f"{name} must be an int or a 0-dim tensor, got shape {tuple(count.shape)}; sum it first")
-    return count.clamp(min=1)
-
-
-def check_loss_inputs(config, logps, advantages, completion_mask, optional: dict[str, torch.Tensor | None]) -> None:
-    """Raises ValueError unless the shapes are those of logps [B, T] and what the config needs is there."""
-    if logps.ndim != 2:
-        raise ValueError(f"logps must be [B, T], got shape {tuple(logps.shape)}; gather the tokens' log-probabilities")
-    shape = tuple(logps.shape)
-    if tuple(advantages.shape) not in (shape, shape[:1]):
-        raise ValueError(
-            f"advantages must be [B] or [B, T] with B, T = {shape}, got shape {tuple(advantages.shape)}; "
-            "one a row, or one a token"
-        )
-    for name, x in {"completion_mask": completion_mask, **optional}.items():
-        if x is not None and tuple(x.shape) != shape:
-            raise ValueError(f"{name} must be [B, T] = {shape} as logps, got shape {tuple(x.shape)}; align them first")
-    needs = {
-        "ref_logps": (config.beta != 0, f"beta = {config.beta}"),
-        "sampling_logps": (config.sampler_correction != "none", f"sampler_correction {config.sampler_correction!r}"),
-        "entropy": (config.top_entropy_quantile != 1, f"top_entropy_quantile = {config.top_entropy_quantile}"),
-    }
-    for name, (needed, option) in needs.items():
-        if needed and optional[name] is None:
-            raise ValueError(f"{name} must be given with {option}, got None; pass it or turn the option off")
+    check_count(name, count)
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
 
 
 _LEVELS = {"token": lambda log_ratio, mask: log_ratio, "sequence": row_mean}

@@ -52,11 +52,16 @@ def whole_rows(config: LossConfig, old_given: bool) -> bool:
     return config.sampler_correction != "none"
 
 
+def without_ratio(config: LossConfig) -> bool:
+    """Whether the loss weighs log-probabilities, with a gradient however far they are from the old ones."""
+    return config.loss_type in ("vespo", "cispo")
+
+
 def is_linear(config: LossConfig, per_token_advantages: bool) -> bool:
-    """Whether all tokens of a row have one coefficient, whatever the row."""
+    """Whether all tokens of a row have one coefficient, but for those without gradient (dropped, or cut to 20 nats)."""
     if config.beta != 0 or config.top_entropy_quantile != 1 or per_token_advantages:
         return False
-    if config.loss_type in ("vespo", "cispo") and config.sampler_correction.startswith("token"):
+    if without_ratio(config) and config.sampler_correction.startswith("token"):
         return False  # the token's own weight multiplies its log-probability; elsewhere it weighs the row's ratio
     return config.loss_type == "vespo" or (
         config.importance_sampling_level == "sequence" and config.loss_type not in _BY_ROW

@@ -66,11 +66,11 @@ def moe_experts(
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
-    _check_shapes(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, transposed)
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
+    _check_inputs(*tensors, top_k_index, transposed)
     act = gated_activation(activation, layout, alpha=alpha, limit=limit)
     if check:
         check_index(top_k_index, len(gate_up_proj))
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     if impl == "stacked" or callable(activation) or not _triton_fits(hidden_states):
         hidden, up, down, weights, up_bias, down_bias = tensors
         biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
@@ -109,16 +109,34 @@ def _autocast(tensors):
     return [None if x is None else x.to(dtype) for x in tensors]
 
 
-def _check_shapes(hidden_states, gate_up_proj, down_proj, top_k_index, top_k_weights, transposed) -> None:
-    tokens, hidden = hidden_states.shape
+def _check_inputs(hidden, gate_up_proj, down_proj, top_k_weights, up_bias, down_bias, top_k_index, transposed):
+    for name, x, dims in (
+        ("hidden_states", hidden, "[N, H]"),
+        ("gate_up_proj", gate_up_proj, "[E, 2I, H] or [E, H, 2I]"),
+        ("down_proj", down_proj, "[E, H, I] or [E, I, H]"),
+        ("top_k_index", top_k_index, "[N, K]"),
+        ("top_k_weights", top_k_weights, "[N, K]"),
+    ):
+        if x.ndim != dims.split(" or ")[0].count(",") + 1:
+            raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}; flatten or unflatten it")
+    if top_k_index.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"top_k_index must be int32 or int64, got {top_k_index.dtype}; cast it")
+    (tokens, width), slots = hidden.shape, top_k_index.shape[1]
     experts, intermediate = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
-    wide, tall = (2 * intermediate, hidden), (hidden, intermediate)
+    wide, tall = (2 * intermediate, width), (width, intermediate)
     expected = {
         "gate_up_proj": (gate_up_proj, (experts, *(wide[::-1] if transposed else wide))),
         "down_proj": (down_proj, (experts, *(tall[::-1] if transposed else tall))),
-        "top_k_index": (top_k_index, (tokens, top_k_index.shape[-1])),
-        "top_k_weights": (top_k_weights, tuple(top_k_index.shape)),
+        "top_k_index": (top_k_index, (tokens, slots)),
+        "top_k_weights": (top_k_weights, (tokens, slots)),
+        "gate_up_bias": (up_bias, (experts, 2 * intermediate)),
+        "down_bias": (down_bias, (experts, width)),
     }
     for name, (tensor, shape) in expected.items():
-        if tuple(tensor.shape) != shape:
+        if tensor is not None and tuple(tensor.shape) != shape:
             raise ValueError(f"{name} must be of shape {shape}, got {tuple(tensor.shape)}; see layout and transposed")
+    if not torch.is_autocast_enabled(hidden.device.type):
+        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
+            x = expected[name][0]
+            if x is not None and x.dtype != hidden.dtype:
+                raise ValueError(f"{name} must be {hidden.dtype} as hidden_states, got {x.dtype}; cast it or autocast")

@@ -37,9 +37,11 @@ def gated_activation(
     """
     known = {"silu": silu, "gelu_tanh": gelu_tanh, "gpt_oss": partial(gpt_oss, alpha=alpha, limit=limit)}
     if not callable(activation) and activation not in known:
-        raise ValueError(f"activation must be one of {sorted(known)} or a function, got {activation!r}")
+        raise ValueError(
+            f"activation must be one of {', '.join(known)} or a function, got {activation!r}; see moe_experts"
+        )
     if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {LAYOUTS}, got {layout!r}")
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; see moe_experts")
     function = activation if callable(activation) else known[activation]
     if layout == "concatenated":
         return lambda gate_up: function(*gate_up.chunk(2, dim=-1))

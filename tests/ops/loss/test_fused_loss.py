@@ -8,7 +8,7 @@ import torch
 from numerics import assert_no_worse_than
 from test_objective import VARIANTS, configs_of, each_variant, make_config
 
-from grpo_moe.ops.loss import LossConfig, grpo_loss, grpo_loss_from_logps, head
+from grpo_moe.ops.loss import LossConfig, fused_loss, grpo_loss, grpo_loss_from_logps, head
 from grpo_moe.ops.loss.reference import token_logps_reference
 from grpo_moe.ops.loss.schedule import SCHEDULES, choose_schedule, is_linear, whole_rows
 
@@ -109,6 +109,53 @@ def test_sequence_linear_is_exact_where_it_is_chosen():
                 actual = outcome(grpo_loss, config, batch, schedule="sequence-linear", chunk_size=3)
                 assert_same(actual, outcome(reference, config, batch))
     assert {"grpo", "dapo", "dr_grpo", "luspo", "vespo"} <= chosen
+
+
+@each_variant
+@pytest.mark.parametrize("value", [math.nan, math.inf, -60.0, 40.0])
+def test_schedules_agree_on_tokens_that_are_dropped_or_cut(variant, value):
+    config, batch = make_config(variant), make_batch()
+    batch["old_logps"][0, 4] = batch["old_logps"][1, 2] = value
+    for chunk_size in (3, 100):
+        assert_same(outcome(grpo_loss, config, batch, chunk_size=chunk_size), outcome(reference, config, batch))
+
+
+@each_variant
+def test_advantage_a_token_equals_the_full_logits(variant):
+    config, batch = make_config(variant), make_batch()
+    batch["advantages"] = batch["advantages"][:, None] + torch.linspace(-0.5, 0.5, 7, dtype=torch.float64)
+    for chunk_size in (3, 100):
+        assert_same(outcome(grpo_loss, config, batch, chunk_size=chunk_size), outcome(reference, config, batch))
+
+
+@pytest.mark.parametrize("config", [LossConfig(), GSPO, LossConfig(loss_type="vespo")])
+def test_capture_masks_what_it_cannot_drop(config, monkeypatch):
+    batch = make_batch()
+    expected = outcome(reference, config, batch)
+    monkeypatch.setattr(fused_loss, "_cells", lambda m: (torch.arange(m.numel()), [m.shape[1]] * len(m)))
+    for chunk_size in (3, 100):
+        assert_same(outcome(grpo_loss, config, batch, chunk_size=chunk_size), expected)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_only_log_probabilities_are_made(mode, monkeypatch):
+    monkeypatch.setattr(head.TorchHead, "backward", None)
+    batch = make_batch()
+    weight = torch.nn.Parameter(batch["lm_head_weight"])
+    with mode():
+        loss = grpo_loss(config=LossConfig(), **{**batch, "lm_head_weight": weight}).loss
+    torch.testing.assert_close(loss, reference(LossConfig(), batch).loss)
+
+
+def test_fp16_gradients_survive_a_small_loss_and_a_large_scale():
+    batch = make_batch(dtype=torch.float16)
+    counts = {"num_loss_tokens": 2**20}
+    leaves = {n: batch[n].clone().requires_grad_() for n in ("hidden_states", "lm_head_weight")}
+    (grpo_loss(config=LossConfig(), **{**batch, **leaves}, **counts, chunk_size=3).loss * 2**20).backward()
+    wide = {n: x.double() if n in leaves else x for n, x in batch.items()}
+    truth = outcome(reference, LossConfig(), wide, num_loss_tokens=1)
+    for leaf, t in zip(leaves.values(), truth[1], strict=True):
+        assert (leaf.grad - t).norm() < 2e-3 * t.norm()
 
 
 @pytest.mark.parametrize(
@@ -266,9 +313,9 @@ def test_upstream_gradient_retained_graph_and_tied_weight():
         torch.testing.assert_close(b, a * -0.3)
         assert torch.equal(a, c)
     tied = batch["lm_head_weight"].clone().requires_grad_()
-    loss = lambda f: f(config=LossConfig(), batch={**batch, "hidden_states": tied[batch["completion_ids"]], "lm_head_weight": tied}).loss  # noqa: E731, E501  # fmt: skip
-    ours = torch.autograd.grad(loss(lambda config, batch: grpo_loss(config=config, **batch)), tied)
-    torch.testing.assert_close(ours, torch.autograd.grad(loss(lambda config, batch: reference(config, batch)), tied))
+    tied_batch = {**batch, "hidden_states": tied[batch["completion_ids"]], "lm_head_weight": tied}
+    ours = torch.autograd.grad(grpo_loss(config=LossConfig(), **tied_batch).loss, tied, retain_graph=True)
+    torch.testing.assert_close(ours, torch.autograd.grad(reference(LossConfig(), tied_batch).loss, tied))
 
 
 def test_non_contiguous_inputs():
@@ -300,10 +347,21 @@ def test_low_precision_is_no_worse_than_eager(dtype):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_states": torch.zeros(4, H)}, r"hidden_states must be \[B, T, H\]"),
-        ({"completion_ids": torch.zeros(4, 6, dtype=torch.long)}, "completion_ids must be"),
+        ({"hidden_states": torch.zeros(4, H)}, r"hidden_states must be a tensor \[B, T, H\]"),
+        ({"hidden_states": torch.zeros(4, 7, H, dtype=torch.long)}, "hidden_states must be floating point"),
+        (
+            {"completion_ids": torch.zeros(4, 6, dtype=torch.long)},
+            r"completion_mask must be \[B, T\] = \(4, 6\) as completion_ids",
+        ),
+        ({"completion_ids": torch.zeros(4, 7)}, "completion_ids must be integers"),
+        ({"lm_head_weight": torch.zeros(V, H, device="meta")}, "lm_head_weight must be on cpu"),
+        ({"config": {}}, "config must be a LossConfig, got dict"),
+        ({"advantages": None}, "advantages must be a tensor, got NoneType"),
+        ({"completion_mask": None}, "completion_mask must be a tensor, got NoneType"),
+        ({"num_loss_tokens": -5}, "num_loss_tokens must be an int of at least 0"),
+        ({"softcap": "3"}, "softcap must be finite and above 0"),
         ({"completion_mask": torch.ones(4, 6)}, "completion_mask must be"),
-        ({"completion_ids": torch.full((4, 7), V)}, r"target_ids must be in \[0, V\)"),
+        ({"completion_ids": torch.full((4, 7), V)}, r"completion_ids must be in \[0, V\)"),
         ({"lm_head_weight": torch.zeros(V, H + 1)}, "lm_head_weight must be"),
         ({"schedule": "three-pass"}, "schedule must be one of auto, one-pass, sequence-linear, two-pass"),
         ({"chunk_size": 0}, "chunk_size must be an integer of at least 1"),

@@ -10,7 +10,7 @@ import torch
 from test_fused_loss import make_batch, outcome, reference
 from test_objective import each_variant, make_config
 
-from grpo_moe.ops.loss import LossConfig, fused_head, grpo_loss, kernels, token_logps
+from grpo_moe.ops.loss import LossConfig, fused_head, grpo_loss, kernels, row_kernels, token_logps
 from grpo_moe.ops.loss.head import HeadOptions, RunningSum, TorchHead
 from grpo_moe.ops.loss.head_triton import TritonHead
 from grpo_moe.ops.loss.reference import token_logps_reference
@@ -87,7 +87,7 @@ def test_head_options_and_bias_equal_float64(options):
 
 @pytest.mark.parametrize("rows", [1, 17])
 def test_row_far_above_its_estimate_is_computed_again(rows, monkeypatch):
-    monkeypatch.setattr(kernels, "PROBES", 2)
+    monkeypatch.setattr(row_kernels, "PROBES", 2)
     offsets = []
     raise_offsets = kernels.raise_offsets
     monkeypatch.setattr(
@@ -132,8 +132,8 @@ def test_head_is_deterministic():
 def test_scaled_rounds_once():
     x = torch.randn(37, 50, device=DEVICE)
     scale = torch.tensor(1 / 3, device=DEVICE)
-    torch.testing.assert_close(kernels.scaled(x, scale, torch.float32), x * scale, rtol=0, atol=0)
-    assert torch.allclose(kernels.scaled(x, scale, torch.bfloat16).float(), x * scale, rtol=2**-7)
+    torch.testing.assert_close(row_kernels.scaled(x, scale, torch.float32), x * scale, rtol=0, atol=0)
+    assert torch.allclose(row_kernels.scaled(x, scale, torch.bfloat16).float(), x * scale, rtol=2**-7)
 
 
 def wide(batch):
