@@ -7,6 +7,11 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
 
 
+# the tensors of the tests are too small to share among threads; processes they start inherit it
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)

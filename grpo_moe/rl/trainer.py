@@ -23,20 +23,18 @@ from grpo_moe.rollout import RolloutEngine, default_engine
 from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
-from .batch import Group, batch_logps, collate, micro_batches, select, windows
+from .batch import batch_logps, collate, micro_batches, select, windows
 from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
-from .collect import Collector, as_prompted
+from .collect import Collector
 from .config import GRPOConfig
-from .display import NullDisplay, make_display
 from .evaluation import evaluate, rollout_metrics
 from .interrupt import InterruptGuard
 from .launch import runs_on_cpu, world_size
 from .loading import check_vocabulary, disable_dropout, load_policy, load_tokenizer, reference_model
-from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
-from .report import plot_curves, versions, write_completions, write_summary
+from .metrics import Metrics, PhaseTimer
+from .record import RunRecord
 
 MAX_SKIPPED_IN_A_ROW = 3
-SAMPLES_SHOWN = 3
 
 
 @dataclass
@@ -87,8 +85,6 @@ class GRPOTrainer:
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self._earlier_seconds: dict[str, float] = {}
-        self.writer: MetricsWriter | None = None
-        self.display = NullDisplay()
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
@@ -124,6 +120,7 @@ class GRPOTrainer:
                 "accelerate state before the trainer, or one with runs_on_cpu()"
             )
         self.accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
+        self.record = RunRecord(self.accelerator, args, self.rewards.names)
         self._prepare(policy)
         engine = rollout_engine or default_engine(self.policy, self.tokenizer)
         self.collector = Collector(engine, self.rewards, args, self.accelerator, self.timer)
@@ -139,16 +136,9 @@ class GRPOTrainer:
             FloatingPointError: several updates in a row had a non-finite gradient.
         """
         self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
-        output = Path(self.args.output_dir)
-        self.writer = MetricsWriter(output / "metrics.jsonl") if self.accelerator.is_main_process else None
-        if self.writer is not None:
-            self.writer.truncate_after(self.state.step if self.state.rollouts else -1)
-        self.accelerator.init_trackers("grpo_moe", config={k: v for k, v in asdict(self.args).items() if v is not None})
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
-        self.display = make_display(
-            self.accelerator.is_main_process, self.args.max_steps, title, self.args.show_progress
-        )
-        with self.display, InterruptGuard() as guard:
+        display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
+        with display, InterruptGuard() as guard:
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self.evaluate()
             (done,) = self._agree(self._done())
@@ -166,7 +156,7 @@ class GRPOTrainer:
             self.save_model()
             self.state.evaluations["after"] = self.evaluate()
         self.accelerator.end_training()
-        return self._write_summary()
+        return self.record.summary(self.state, self._phase_seconds(), self.policy.num_parameters())
 
     def step(self) -> dict[str, float]:
         """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
@@ -276,8 +266,8 @@ class GRPOTrainer:
             return {}
         metrics, groups = evaluate(self.collector, self.eval_prompts)
         self.timer.step_seconds()  # not those of the next step
-        self._log({"step": self.state.step, **metrics})
-        self._show(groups)
+        self.record.log(self.state.step, metrics)
+        self.record.show(groups)
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -402,42 +392,13 @@ class GRPOTrainer:
         metrics.add_sum("sampling/groups_generated", len(rollout.generated))
         for phase, seconds in self.timer.step_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
-        self._write_completions(rollout.kept, advantages)
+        self.record.completions(self.state.step, rollout.kept, advantages)
         return metrics.reduce(self.accelerator)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         epoch = self.source.position / len(self.source)
-        line = {"step": self.state.step, "epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
-        self._log(line)
-
-    def _log(self, line: dict[str, float]) -> None:
-        if self.writer is not None:
-            self.writer.write(line)
-        self.display.update(self.state.step, line)
-        self.accelerator.log(line, step=self.state.step)
-
-    def _show(self, groups: list[Group]) -> None:
-        shown = groups[:SAMPLES_SHOWN]
-        self.display.show_completions([(str(g.prompt.raw), g.completions[0].text, float(g.scores[0])) for g in shown])
-
-    def _write_completions(self, groups: list[Group], advantages: torch.Tensor) -> None:
-        if not (self.args.log_completions and self.accelerator.is_main_process):
-            return
-        rows = [
-            {
-                "step": self.state.step,
-                "prompt": group.prompt.raw,
-                "completion": as_prompted(group.prompt, completion),
-                "reward": float(group.rewards[i]),
-                **{f"rewards/{name}": values[i] for name, values in zip(self.rewards.names, group.values, strict=True)},
-                "advantage": float(row[i]),
-            }
-            for group, row in zip(groups, advantages, strict=True)
-            for i, completion in enumerate(group.completions)
-        ]
-        folder = Path(self.args.output_dir) / "completions"
-        folder.mkdir(parents=True, exist_ok=True)
-        write_completions(folder / f"completions_{self.state.step:06d}.parquet", rows)
+        line = {"epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
+        self.record.log(self.state.step, line)
 
     def _check_ranks_agree(self) -> None:
         with torch.no_grad():
@@ -451,30 +412,6 @@ class GRPOTrainer:
         """Seconds by phase over all resumes."""
         phases = {**self._earlier_seconds, **self.timer.totals}
         return {name: self._earlier_seconds.get(name, 0.0) + self.timer.totals.get(name, 0.0) for name in phases}
-
-    def _write_summary(self) -> dict[str, Any]:
-        output = Path(self.args.output_dir)
-        summary = {
-            "loss_type": self.args.loss_type,
-            "steps": self.state.step,
-            "rollouts": self.state.rollouts,
-            "skipped_updates": self.state.skipped_updates,
-            **{
-                f"eval_{name}": {k.removeprefix("eval_"): v for k, v in metrics.items()}
-                for name, metrics in self.state.evaluations.items()
-            },
-            "seconds": self._phase_seconds(),
-            "num_processes": self.accelerator.num_processes,
-            "num_parameters": self.policy.num_parameters(),
-            "versions": versions(),
-            "config": asdict(self.args),
-        }
-        if self.accelerator.is_main_process:
-            if self.state.skipped_updates == self.state.step:
-                print("Warning: every update was skipped: no group of completions had a spread of rewards.")
-            write_summary(output / "summary.json", summary)
-            plot_curves(read_metrics(output / "metrics.jsonl"), output / "curves.png")
-        return summary
 
 
 @dataclass(frozen=True)

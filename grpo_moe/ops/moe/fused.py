@@ -273,12 +273,14 @@ def _sorted_rows(values: Tensor, routing: Routing) -> Rows:
     return Rows(gather_rows(values, routing), by_token=False)
 
 
-def _by_torch(gemm: str, routing: Routing, rows: Tensor, *weights: Tensor) -> bool:
+def _by_torch(gemm: str, routing: Routing, rows: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
+    """Whether torch's grouped_mm runs the projections: the same answer in both passes, which share pre-activations."""
     if gemm != "auto":
         return gemm == "torch"
     if not rows.is_cuda or rows.dtype != torch.bfloat16 or routing.num_rows < GATHER_FROM * routing.num_experts:
         return False
-    return all(tma_fits(x) for x in (rows, *weights))
+    widths = {*gate_up_proj.shape[1:], *down_proj.shape[1:]}
+    return all(width % 8 == 0 for width in widths) and tma_fits(gate_up_proj) and tma_fits(down_proj)
 
 
 def _tile(gemm: str, routing: Routing, like: Tensor) -> Tile:
