@@ -149,12 +149,11 @@ def bf16_batch(**kind):
 def test_every_loss_through_the_triton_head(variant, triton_head):
     config, batch = make_config(variant), bf16_batch()
     truth = outcome(reference, config, wide(batch))
-    for chunk_size in (100, 4):
-        output, gradients = outcome(grpo_loss, config, batch, chunk_size=chunk_size)
-        torch.testing.assert_close(output.loss.double(), truth[0].loss, rtol=1e-4, atol=1e-5)
-        for a, t in zip(gradients, truth[1], strict=True):
-            assert torch.count_nonzero(t) and a.dtype == torch.bfloat16
-            assert relative_error(a, t) < 2 * GRAD_TOLERANCE
+    output, gradients = outcome(grpo_loss, config, batch, chunk_size=4)
+    torch.testing.assert_close(output.loss.double(), truth[0].loss, rtol=1e-4, atol=1e-5)
+    for a, t in zip(gradients, truth[1], strict=True):
+        assert torch.count_nonzero(t) and a.dtype == torch.bfloat16
+        assert relative_error(a, t) < 2 * GRAD_TOLERANCE
 
 
 @pytest.mark.parametrize("schedule", ["one-pass", "two-pass"])

@@ -77,13 +77,19 @@ def test_fused_equals_float64_on_a_gpu(shape, dtype):
     assert_close(outcome(tensors, upstream, dtype), outcome(tensors, upstream, torch.float64), dtype)
 
 
-KINDS = list(itertools.product(["silu", "gelu_tanh", "gpt_oss"], ["concatenated", "interleaved"], [False, True]))
+KINDS = [
+    (*kind, gather_from)  # rows by TMA, or row by row
+    for kind, gather_from in zip(
+        itertools.product(["silu", "gelu_tanh", "gpt_oss"], ["concatenated", "interleaved"], [False, True]),
+        itertools.cycle([0, 10**9, 10**9, 0]),
+        strict=False,
+    )
+]
 
 
-@pytest.mark.parametrize(("activation", "layout", "transposed"), KINDS)
-@pytest.mark.parametrize("gather_from", [0, 10**9])
+@pytest.mark.parametrize(("activation", "layout", "transposed", "gather_from"), KINDS)
 def test_activations_layouts_and_biases_equal_float64(activation, layout, transposed, gather_from, monkeypatch):
-    monkeypatch.setattr(fused, "GATHER_FROM", gather_from)  # rows by TMA, or row by row
+    monkeypatch.setattr(fused, "GATHER_FROM", gather_from)
     tensors, upstream = make(9, 2, 24, 16, 2, transposed=transposed, bias=True)
     options = {"activation": activation, "layout": layout, "transposed": transposed, "limit": 0.9}
     truth = outcome(tensors, upstream, torch.float64, **options)
