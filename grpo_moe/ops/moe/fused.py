@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import triton
-import triton.language as tl
 
 from .fused_kernels import (
     Gate,
@@ -14,12 +12,10 @@ from .fused_kernels import (
     activate_backward,
     down_backward,
     gate_up,
-    gather_rows,
-    sum_over_slots,
-    sum_weight_parts,
 )
 from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer, tma_fits, torch_grouped_gemm
 from .routing import INTERPRET, Routing, route
+from .row_kernels import gather_rows, sum_by_expert, sum_over_slots, sum_weight_parts
 
 Tensor = torch.Tensor
 GATHER_FROM = 64
@@ -233,17 +229,6 @@ def _backward(ctx, grad, *_):
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
 
-def sum_by_expert(values: Tensor, routing: Routing, dtype: torch.dtype) -> Tensor:
-    """[E, D]: sums of values [num_rows, D] over the rows of each expert, in fp32 and in the order of the rows."""
-    width = values.shape[1]
-    out = torch.empty(routing.num_experts, width, dtype=dtype, device=values.device)
-    block = 16 if INTERPRET else 64
-    _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
-        values, routing.expert_offsets, out, width, ROWS=block, BLOCK=block
-    )
-    return out
-
-
 def _outer(pair: tuple[Rows, Rows], transposed: bool, routing: Routing, out: Tensor) -> Tensor:
     left, right = pair[::-1] if transposed else pair
     return grouped_outer(left, right, routing, _tile("outer", routing, out), out)
@@ -298,22 +283,3 @@ def _tile(gemm: str, routing: Routing, like: Tensor) -> Tile:
     if gemm in ("gate_up", "down_backward"):
         return Tile(128, 128, 64, 8, 3 if gemm == "gate_up" else 4)
     return Tile(128, 256, 64, 8, 4)
-
-
-@triton.jit
-def _sum_by_expert_kernel(values_ptr, offsets_ptr, out_ptr, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    expert = tl.program_id(0)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for first in range(start, end, ROWS):
-        row = first + tl.arange(0, ROWS)
-        mask = (row[:, None] < end) & (column[None, :] < width)
-        total += tl.sum(
-            tl.load(values_ptr + row[:, None].to(tl.int64) * width + column[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            ),
-            0,
-        )
-    place = expert.to(tl.int64) * width + column
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=column < width)

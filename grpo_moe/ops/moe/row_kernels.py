@@ -1,0 +1,170 @@
+"""Triton passes between tokens and sorted rows: gather, and the sums over slots, column tiles and experts."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .routing import INTERPRET, Routing
+
+ROWS = 8  # rows a program of the kernels that only move memory
+
+
+def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[num_rows, D]: the row of ``values`` [N, D] of each sorted row's token; garbage after the last pair."""
+    width = values.shape[1]
+    out = values.new_empty(routing.num_rows, width)
+    block = min(triton.next_power_of_2(width), 32 if INTERPRET else 1024)
+    if out.numel():
+        _gather_rows_kernel[(triton.cdiv(routing.num_rows, ROWS), triton.cdiv(width, block))](
+            values,
+            routing.pair_of_row,
+            routing.expert_offsets,
+            out,
+            width,
+            values.stride(0),
+            routing.num_slots,
+            E=routing.num_experts,
+            ROWS=ROWS,
+            BLOCK=block,
+            num_warps=8,
+        )
+    return out
+
+
+def sum_over_slots(
+    values: torch.Tensor,
+    routing: Routing,
+    num_tokens: int,
+    weights: torch.Tensor | None,
+    dtype: torch.dtype,
+    *,
+    bias: torch.Tensor | None = None,
+    top_k_index: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[N, H]: each token's rows of ``values`` [num_rows, H], plus the bias [E, H] of the slot's expert and times
+    ``weights`` [N * K] if given, summed in fp32 in the order of the slots."""
+    width = values.shape[1]
+    out = torch.empty(num_tokens, width, dtype=dtype, device=values.device)
+    block = min(triton.next_power_of_2(width), 64 if INTERPRET else 2048)
+    if out.numel():
+        _sum_over_slots_kernel[(num_tokens, triton.cdiv(width, block))](
+            values,
+            routing.row_of_pair,
+            values if weights is None else weights,
+            values if bias is None else bias,
+            routing.row_of_pair if bias is None else top_k_index,
+            out,
+            width,
+            K=routing.num_slots,
+            WEIGHTED=weights is not None,
+            HAS_BIAS=bias is not None,
+            BLOCK=block,
+            num_warps=4,
+        )
+    return out
+
+
+def sum_weight_parts(parts: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """[N * K]: sums of parts [tiles, num_rows] at each pair's row; 0 for a skipped slot."""
+    tiles, rows = parts.shape
+    out = torch.empty(rows, dtype=dtype, device=parts.device)
+    block = 64 if INTERPRET else 256
+    if rows:
+        _sum_weight_parts_kernel[(triton.cdiv(rows, block),)](
+            parts, routing.row_of_pair, out, rows, TILES=tiles, BLOCK=block
+        )
+    return out
+
+
+def sum_by_expert(values: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
+    """[E, D]: sums of values [num_rows, D] over the rows of each expert, in fp32 and in the order of the rows."""
+    width = values.shape[1]
+    out = torch.empty(routing.num_experts, width, dtype=dtype, device=values.device)
+    block = 16 if INTERPRET else 64
+    _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
+        values, routing.expert_offsets, out, width, ROWS=block, BLOCK=block
+    )
+    return out
+
+
+@triton.jit
+def _gather_rows_kernel(
+    values_ptr,
+    pair_of_row_ptr,
+    offsets_ptr,
+    out_ptr,
+    width,
+    stride,
+    num_slots,
+    E: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    live = row < tl.load(offsets_ptr + E)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = (tl.load(pair_of_row_ptr + row, mask=live, other=0) // num_slots).to(tl.int64)
+    mask = live[:, None] & (column[None, :] < width)
+    value = tl.load(values_ptr + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
+
+
+@triton.jit
+def _sum_over_slots_kernel(
+    values_ptr,
+    row_of_pair_ptr,
+    weights_ptr,
+    bias_ptr,
+    index_ptr,
+    out_ptr,
+    width,
+    K: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for slot in tl.static_range(K):
+        row = tl.load(row_of_pair_ptr + token * K + slot).to(tl.int64)
+        last = tl.where(row >= 0, width, 0)
+        value = tl.load(values_ptr + row * width + column, mask=column < last, other=0.0).to(tl.float32)
+        if HAS_BIAS:
+            expert = tl.load(index_ptr + token * K + slot).to(tl.int64)
+            value += tl.load(bias_ptr + expert * width + column, mask=column < last, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            value *= tl.load(weights_ptr + token * K + slot).to(tl.float32)
+        total += tl.where(column < last, value, 0.0)
+    tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
+
+
+@triton.jit
+def _sum_weight_parts_kernel(parts_ptr, row_of_pair_ptr, out_ptr, rows, TILES: tl.constexpr, BLOCK: tl.constexpr):
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(row_of_pair_ptr + pair, mask=pair < rows, other=-1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for tile in range(TILES):
+        total += tl.load(parts_ptr + tile * rows.to(tl.int64) + row, mask=row >= 0, other=0.0)
+    tl.store(out_ptr + pair, total.to(out_ptr.dtype.element_ty), mask=pair < rows)
+
+
+@triton.jit
+def _sum_by_expert_kernel(values_ptr, offsets_ptr, out_ptr, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for first in range(start, end, ROWS):
+        row = first + tl.arange(0, ROWS)
+        mask = (row[:, None] < end) & (column[None, :] < width)
+        total += tl.sum(
+            tl.load(values_ptr + row[:, None].to(tl.int64) * width + column[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            ),
+            0,
+        )
+    place = expert.to(tl.int64) * width + column
+    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=column < width)
