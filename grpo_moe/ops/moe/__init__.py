@@ -10,7 +10,8 @@ import torch
 from .activations import gated_activation
 from .reference import check_index, stacked_experts
 
-IMPLEMENTATIONS = ("fused", "stacked")
+IMPLEMENTATIONS = ("fused", "stacked", "triton_grouped", "single_pass")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 __all__ = ["IMPLEMENTATIONS", "moe_experts"]
 
@@ -36,22 +37,28 @@ def moe_experts(
     """Sends every token through its top-k gated experts and sums their outputs by the routing weights.
 
     Sums over slots and inside the products are float32 or wider and in a fixed order: results repeat to the bit.
-    Under autocast the floating inputs are rounded to its dtype.
+    Under autocast all floating inputs but ``top_k_weights`` are rounded to its dtype.
 
     Args:
         hidden_states: [N, H].
         gate_up_proj: [E, 2I, H], or [E, H, 2I] when ``transposed``.
         down_proj: [E, H, I], or [E, I, H] when ``transposed``.
         top_k_index: [N, K] integer expert of each slot; -1 or E (the expert-parallel sentinel) skips the slot.
-        top_k_weights: [N, K].
+        top_k_weights: [N, K], in any floating dtype.
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None. The down bias is weighted like the rest of the output.
         activation: "silu" (SwiGLU), "gelu_tanh", "gpt_oss" (clamped SwiGLU with ``alpha`` and ``limit``), or a
             function of (gate [M, I], up [M, I]) giving [M, I].
         layout: "concatenated" ([gate; up]) or "interleaved" (gate, up, gate, up, ...) along 2I.
         transposed: weights stand as [E, in, out].
-        impl: "fused", Triton kernels on a CUDA GPU that never wait for the host: a CUDA graph replays any routing. On
-            a CPU, for float64 and for an activation of your own it is "stacked", a PyTorch loop over the experts that
-            hold tokens: the specification.
+        impl: how. All give the same within rounding:
+
+            - "fused": Triton kernels on a CUDA GPU, forward and backward, that never wait for the host: a CUDA graph
+              replays any routing. An activation of your own runs in PyTorch between their GEMMs. On a CPU and for
+              float64 it is "stacked".
+            - "stacked": a PyTorch loop over the experts that hold tokens: the specification.
+            - "triton_grouped": gate, up and activation in one Triton launch, the rest in PyTorch; H and I to 8,192.
+            - "single_pass": up, activation and down in one Triton kernel, for inference with few tokens an expert and
+              I > H; its backward pass is that of "stacked".
         memory_efficient: with the kernels, the backward pass overwrites the pre-activations: a second one through the
             same graph raises RuntimeError.
         alpha, limit: of "gpt_oss".
@@ -63,66 +70,78 @@ def moe_experts(
 
     Raises:
         ValueError: a shape, name or index that breaks the rules above.
+        ImportError: Triton is missing and ``impl`` needs it.
+        RuntimeError: "triton_grouped" or "single_pass" without a GPU (or TRITON_INTERPRET=1).
     """
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
-    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
-    _check_inputs(*tensors, top_k_index, transposed)
+    tensors = (hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias)
+    _check_inputs(*tensors, top_k_index, top_k_weights, transposed)
     act = gated_activation(activation, layout, alpha=alpha, limit=limit)
     if check:
         check_index(top_k_index, len(gate_up_proj))
-    if impl == "stacked" or callable(activation) or not _triton_fits(hidden_states):
-        hidden, up, down, weights, up_bias, down_bias = tensors
-        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        return stacked_experts(hidden, up, down, top_k_index, weights, act=act, transposed=transposed, **biases)
-    from .fused import fused_experts  # triton exists on Linux only
-
-    options = {"activation": activation, "layout": layout, "alpha": alpha, "limit": limit}
-    hidden, up, down, weights, up_bias, down_bias = _autocast(tensors)
-    out = fused_experts(
-        hidden,
-        up,
-        down,
-        top_k_index,
-        weights,
-        gate_up_bias=up_bias,
-        down_bias=down_bias,
-        transposed=transposed,
-        memory_efficient=memory_efficient,
-        **options,
-    )
-    return out.to(hidden_states.dtype)
+    by_pytorch = impl == "stacked" or (impl == "fused" and not _on_gpu(hidden_states))
+    if not by_pytorch:
+        tensors = _autocast(*tensors)
+    hidden, up, down, up_bias, down_bias = tensors
+    given = (hidden, up, down, top_k_index, top_k_weights)
+    options = {"gate_up_bias": up_bias, "down_bias": down_bias, "transposed": transposed}
+    if by_pytorch:
+        return stacked_experts(*given, act=act, **options)
+    if callable(activation):
+        options |= {"act": act}
+    else:
+        options |= {"activation": activation, "layout": layout, "alpha": alpha, "limit": limit}
+    return _by_triton(impl, given, options, memory_efficient).to(hidden_states.dtype)
 
 
-def _triton_fits(hidden_states: torch.Tensor) -> bool:
-    if hidden_states.dtype == torch.float64 or importlib.util.find_spec("triton") is None:
-        return False
-    return hidden_states.is_cuda
+def _by_triton(impl: str, given: tuple[torch.Tensor, ...], options: dict, memory_efficient: bool) -> torch.Tensor:
+    if not HAS_TRITON:
+        raise ImportError(f"impl={impl!r} needs Triton, which is not installed; install triton or use impl='stacked'")
+    if impl != "fused" and "act" in options:
+        raise ValueError(f"impl={impl!r} knows activations by name only, got a function; use impl='fused' or 'stacked'")
+    if impl == "triton_grouped":
+        from .w1w3_silu import triton_grouped_experts
+
+        return triton_grouped_experts(*given, **options)
+    if impl == "single_pass":
+        from .single_pass import single_pass_experts
+
+        return single_pass_experts(*given, **options)
+    if "act" in options:
+        from .unfused import unfused_experts
+
+        return unfused_experts(*given, **options)
+    from .fused import fused_experts
+
+    return fused_experts(*given, **options, memory_efficient=memory_efficient)
 
 
-def _autocast(tensors):
-    """The floating inputs in one dtype: autocast's, or that of the hidden states."""
-    hidden_states = tensors[0]
+def _on_gpu(hidden_states: torch.Tensor) -> bool:
+    """Whether "fused" means the kernels: float64 has none."""
+    return hidden_states.is_cuda and hidden_states.dtype != torch.float64
+
+
+def _autocast(hidden_states: torch.Tensor, *others: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """All in autocast's dtype, or in that of the hidden states."""
     device, dtype = hidden_states.device.type, hidden_states.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return [None if x is None else x.to(dtype) for x in tensors]
+    return [None if x is None else x.to(dtype) for x in (hidden_states, *others)]
 
 
-def _check_inputs(hidden, gate_up_proj, down_proj, top_k_weights, up_bias, down_bias, top_k_index, transposed):
-    for name, x, dims in (
-        ("hidden_states", hidden, "[N, H]"),
-        ("gate_up_proj", gate_up_proj, "[E, 2I, H] or [E, H, 2I]"),
-        ("down_proj", down_proj, "[E, H, I] or [E, I, H]"),
-        ("top_k_index", top_k_index, "[N, K]"),
-        ("top_k_weights", top_k_weights, "[N, K]"),
-    ):
-        if x.ndim != dims.split(" or ")[0].count(",") + 1:
-            raise ValueError(f"{name} must be {dims}, got shape {tuple(x.shape)}; flatten or unflatten it")
+def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_index, top_k_weights, transposed):
+    ranks = {"hidden_states": (hidden, 2), "gate_up_proj": (gate_up_proj, 3), "down_proj": (down_proj, 3)}
+    ranks |= {"top_k_index": (top_k_index, 2), "top_k_weights": (top_k_weights, 2)}
+    for name, (x, ndim) in ranks.items():
+        if x.ndim != ndim:
+            raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}; see moe_experts")
     if top_k_index.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"top_k_index must be int32 or int64, got {top_k_index.dtype}; cast it")
     (tokens, width), slots = hidden.shape, top_k_index.shape[1]
     experts, intermediate = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
+    if experts == 0:
+        raise ValueError("down_proj must hold at least one expert, got E = 0; skip the layer where there is none")
     wide, tall = (2 * intermediate, width), (width, intermediate)
     expected = {
         "gate_up_proj": (gate_up_proj, (experts, *(wide[::-1] if transposed else wide))),

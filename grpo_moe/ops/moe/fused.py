@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .fused_kernels import (
-    Gate,
-    activate,
-    activate_backward,
-    down_backward,
-    gate_up,
-)
+from .activation_kernels import Gate, activate, activate_backward
+from .fused_kernels import down_backward, gate_up
 from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer, tma_fits, torch_grouped_gemm
 from .routing import INTERPRET, Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots, sum_weight_parts
@@ -45,30 +42,26 @@ def fused_experts(
         gemm: "triton"; "torch" for torch's grouped_mm in the projections (bf16 on Hopper or newer); or "auto", the
             faster of the two for the shape.
     """
-    tensors = [hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    out, *_ = _experts(
-        hidden_states.contiguous(),
-        gate_up_proj.contiguous(),
-        down_proj.contiguous(),
-        top_k_weights.contiguous(),
-        None if gate_up_bias is None else gate_up_bias.contiguous(),
-        None if down_bias is None else down_bias.contiguous(),
-        top_k_index.contiguous(),
-        activation,
-        layout == "interleaved",
-        transposed,
-        alpha,
-        limit,
-        gemm,
-        keep,
-        memory_efficient,
-    )
-    return out
+    given = [None if t is None else t.contiguous() for t in (*tensors, top_k_index)]
+    options = (activation, layout == "interleaved", transposed, alpha, limit, gemm, keep, memory_efficient)
+    if _is_traced(given):
+        return _experts(*given, *options)[0]
+    return _Experts.apply(*given, *options) if keep else _forward(*given, *options)[0]
 
 
-@torch.library.custom_op("grpo_moe::experts", mutates_args=())
-def _experts(
+def _is_traced(tensors: list[Tensor | None]) -> bool:
+    """Whether someone has to see one operator: torch.compile, export, a dispatch mode, a subclass of Tensor.
+
+    Without them the operator's own dispatch would take longer than a small batch.
+    """
+    if torch.compiler.is_compiling() or _get_current_dispatch_mode() is not None:
+        return True
+    return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
+
+
+def _forward(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
@@ -86,7 +79,9 @@ def _experts(
     memory_efficient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, pre-activations (empty unless kept), and the tensors of the routing."""
-    routing = route(top_k_index, len(gate_up_proj))
+    experts = len(gate_up_proj)
+    tile = _tile("gate_up", top_k_index.numel() / experts, hidden_states)
+    routing = route(top_k_index, experts, tile.block_m)
     gate = Gate(activation, interleaved, alpha, limit)
     up, down = ExpertWeight(gate_up_proj, transposed), ExpertWeight(down_proj, transposed)
     rows = _sorted_rows(hidden_states, routing)
@@ -96,17 +91,19 @@ def _experts(
         post = activate(pre, gate_up_bias, gate, routing)
         slots = torch_grouped_gemm(Rows(post, False), down, routing)
     else:
-        tile = _tile("gate_up", routing, hidden_states)
         if interleaved:  # gate and up share one accumulator, twice as wide
             tile = replace(tile, block_n=max(16, tile.block_n // 2))
         post, pre = gate_up(rows, up, gate_up_bias, gate, routing, tile, keep=keep)
         del rows
-        slots = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing, hidden_states))
+        slots = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing.rows_an_expert, hidden_states))
     bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
     weights = top_k_weights.view(-1)
     out = sum_over_slots(slots, routing, len(hidden_states), weights, hidden_states.dtype, **bias)
     numbers = (routing.pair_of_row, routing.row_of_pair, routing.expert_of_row, routing.expert_offsets)
     return out, pre if keep else hidden_states.new_empty(0), *numbers
+
+
+_experts = torch.library.custom_op("grpo_moe::experts", _forward, mutates_args=())
 
 
 @_experts.register_fake
@@ -119,7 +116,7 @@ def _(hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_
     return torch.empty_like(hidden_states), pre, *numbers
 
 
-def _experts_backward(
+def _compute_gradients(
     grad: Tensor,
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -141,66 +138,65 @@ def _experts_backward(
     gemm: str,
     memory_efficient: bool,
     needed: list[bool],
-) -> list[Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The needed gradients of the six floating inputs, an empty tensor for the others."""
     numbers = (pair_of_row, row_of_pair, expert_of_row, expert_offsets)
     routing = Routing(*numbers, top_k_index.shape[1], len(gate_up_proj))
     need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
     grads = [grad.new_empty(0) for _ in needed]
-    if any(needed[:5]):
-        grad_rows = _sorted_rows(grad, routing)
-        gate = Gate(activation, interleaved, alpha, limit)
-        down = ExpertWeight(down_proj, not transposed)
-        keys = {"need_weighted": need_down, "out": pre if memory_efficient else None}
-        weights = top_k_weights.view(-1)
-        if _by_torch(gemm, routing, grad, gate_up_proj, down_proj):
-            grad_post = torch_grouped_gemm(grad_rows, down, routing)
-            through = activate_backward(grad_post, pre, gate_up_bias, weights, gate, routing, **keys)
-            del grad_post
-        else:
-            tile = _tile("down_backward", routing, grad)
-            through = down_backward(grad_rows, down, pre, weights, gate, routing, tile, **keys)
-        grad_pre, parts, weighted = through
-        del through
-        if need_weights:
-            grads[3] = sum_weight_parts(parts, routing, torch.float32).view_as(top_k_weights)
-            if down_bias is not None:
-                grads[3] += _bias_part(grad, down_bias, top_k_index)
-            grads[3] = grads[3].to(top_k_weights.dtype)
-        if need_down:
-            grads[2] = _outer((grad_rows, Rows(weighted, False)), transposed, routing, torch.empty_like(down_proj))
-        del grad_rows, weighted, parts
-        pre_rows = Rows(grad_pre, by_token=False)
-        if need_up:
-            pair = (pre_rows, _sorted_rows(hidden_states, routing))
-            grads[1] = _outer(pair, transposed, routing, torch.empty_like(gate_up_proj))
-            del pair
-        if need_up_bias:
-            grads[4] = sum_by_expert(grad_pre, routing, gate_up_bias.dtype)
-        if need_hidden:
-            up = ExpertWeight(gate_up_proj, not transposed)
-            slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing, grad))
-            grads[0] = sum_over_slots(slots, routing, len(grad), None, hidden_states.dtype)
+    grad_rows, weights = _sorted_rows(grad, routing), top_k_weights.view(-1)
     if need_down_bias:
-        share = _share_of_expert(top_k_index, top_k_weights, len(gate_up_proj))  # [N, E]
-        grads[5] = (share.T @ grad.float()).to(down_bias.dtype)
-    return grads
+        grads[5] = sum_by_expert(grad_rows, routing, down_bias.dtype, weights=weights)
+    if not any(needed[:5]):
+        return tuple(grads)
+    gate = Gate(activation, interleaved, alpha, limit)
+    down = ExpertWeight(down_proj, not transposed)
+    keys = {"need_weighted": need_down, "out": pre if memory_efficient else None}
+    if _by_torch(gemm, routing, grad, gate_up_proj, down_proj):
+        grad_post = torch_grouped_gemm(grad_rows, down, routing)
+        through = activate_backward(grad_post, pre, gate_up_bias, weights, gate, routing, **keys)
+        del grad_post
+    else:
+        tile = _tile("down_backward", routing.rows_an_expert, grad)
+        through = down_backward(grad_rows, down, pre, weights, gate, routing, tile, **keys)
+    grad_pre, parts, weighted = through
+    del through
+    if need_weights:
+        grads[3] = sum_weight_parts(parts, routing, torch.float32).view_as(top_k_weights)
+        if down_bias is not None:
+            grads[3] += _bias_part(grad, down_bias, top_k_index)
+        grads[3] = grads[3].to(top_k_weights.dtype)
+    if need_down:
+        grads[2] = _outer((grad_rows, Rows(weighted, False)), transposed, routing, torch.empty_like(down_proj))
+    del grad_rows, weighted, parts
+    pre_rows = Rows(grad_pre, by_token=False)
+    if need_up:
+        pair = (pre_rows, _sorted_rows(hidden_states, routing))
+        grads[1] = _outer(pair, transposed, routing, torch.empty_like(gate_up_proj))
+        del pair
+    if need_up_bias:
+        grads[4] = sum_by_expert(pre_rows, routing, gate_up_bias.dtype)
+    if need_hidden:
+        up = ExpertWeight(gate_up_proj, not transposed)
+        slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing.rows_an_expert, grad))
+        grads[0] = sum_over_slots(slots, routing, len(grad), None, hidden_states.dtype)
+    return tuple(grads)
 
 
-def _experts_backward_fake(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
+def _gradients_fake(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
     inputs = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
-    return [torch.empty_like(x) if need else grad.new_empty(0) for x, need in zip(inputs, rest[-1], strict=True)]
+    return tuple(torch.empty_like(x) if need else grad.new_empty(0) for x, need in zip(inputs, rest[-1], strict=True))
 
 
 _BACKWARD = {
-    memory_efficient: torch.library.custom_op(f"grpo_moe::{name}", _experts_backward, mutates_args=mutated)
+    memory_efficient: torch.library.custom_op(f"grpo_moe::{name}", _compute_gradients, mutates_args=mutated)
     for memory_efficient, name, mutated in (
         (False, "experts_backward", ()),
         (True, "experts_backward_in_place", ("pre",)),
     )
 }
 for _operator in _BACKWARD.values():
-    _operator.register_fake(_experts_backward_fake)
+    _operator.register_fake(_gradients_fake)
 
 
 def _setup_context(ctx, inputs, output):
@@ -211,7 +207,7 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, *_):
+def _backward(ctx, grad, compute_gradients):
     needed = list(ctx.needs_input_grad[:6])
     if grad is None or not any(needed):
         return (None,) * 15
@@ -222,38 +218,49 @@ def _backward(ctx, grad, *_):
             "overwrote the pre-activations"
         )
     ctx.is_used_up = memory_efficient
-    grads = _BACKWARD[memory_efficient](grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
+    grads = compute_gradients(grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
     return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 9
 
 
-_experts.register_autograd(_backward, setup_context=_setup_context)
+_experts.register_autograd(
+    lambda ctx, grad, *_: _backward(ctx, grad, _BACKWARD[ctx.options[-1]]), setup_context=_setup_context
+)
+
+
+class _Experts(torch.autograd.Function):
+    """The operator without its dispatch."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output = _forward(*inputs)
+        _setup_context(ctx, inputs, output)
+        return output[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return _backward(ctx, grad, _compute_gradients)
 
 
 def _outer(pair: tuple[Rows, Rows], transposed: bool, routing: Routing, out: Tensor) -> Tensor:
     left, right = pair[::-1] if transposed else pair
-    return grouped_outer(left, right, routing, _tile("outer", routing, out), out)
+    return grouped_outer(left, right, routing, _tile("outer", routing.rows_an_expert, out), out)
 
 
 def _bias_part(grad: Tensor, down_bias: Tensor, top_k_index: Tensor) -> Tensor:
-    """[N, K]: the output's gradient along the bias of each slot's expert; 0 for a skipped slot."""
-    along = grad.float() @ down_bias.float().T  # [N, E]
+    """[N, K] fp32: the output's gradient along the bias of each slot's expert; 0 for a skipped slot."""
+    if grad.is_cuda and grad.dtype != torch.float32:
+        along = torch.mm(grad, down_bias.T, out_dtype=torch.float32)  # [N, E]
+    else:
+        along = grad.float() @ down_bias.float().T
     experts = len(down_bias)
     routed = (top_k_index >= 0) & (top_k_index < experts)
     return along.gather(1, top_k_index.clamp(0, experts - 1).long()).masked_fill(~routed, 0)
 
 
-def _share_of_expert(top_k_index: Tensor, top_k_weights: Tensor, experts: int) -> Tensor:
-    """[N, E] fp32: each token's weight at each expert; a loop over slots keeps the order of the sum."""
-    columns = torch.arange(experts, device=top_k_index.device)
-    share = top_k_weights.new_zeros(len(top_k_index), experts, dtype=torch.float32)
-    for slot in range(top_k_index.shape[1]):
-        share += torch.where(top_k_index[:, slot, None] == columns, top_k_weights[:, slot, None].float(), 0)
-    return share
-
-
 def _sorted_rows(values: Tensor, routing: Routing) -> Rows:
     """Rows of tokens in the order of the routing: gathered once where an expert has many, else by the kernel."""
-    if routing.num_rows < GATHER_FROM * routing.num_experts:
+    if routing.rows_an_expert < GATHER_FROM:
         return Rows(values, by_token=True)
     return Rows(gather_rows(values, routing), by_token=False)
 
@@ -262,24 +269,23 @@ def _by_torch(gemm: str, routing: Routing, rows: Tensor, gate_up_proj: Tensor, d
     """Whether torch's grouped_mm runs the projections: the same answer in both passes, which share pre-activations."""
     if gemm != "auto":
         return gemm == "torch"
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or routing.num_rows < GATHER_FROM * routing.num_experts:
+    if not rows.is_cuda or rows.dtype != torch.bfloat16 or routing.rows_an_expert < GATHER_FROM:
         return False
     widths = {*gate_up_proj.shape[1:], *down_proj.shape[1:]}
     return all(width % 8 == 0 for width in widths) and tma_fits(gate_up_proj) and tma_fits(down_proj)
 
 
-def _tile(gemm: str, routing: Routing, like: Tensor) -> Tile:
+def _tile(gemm: str, rows: float, like: Tensor) -> Tile:
     """Block sizes by the GEMM, the rows an expert has on average, and the size of an element; measured on an H200."""
     if INTERPRET:
         return Tile(16, 16, 16, 4, 1)
-    rows = routing.num_rows / routing.num_experts
     if like.element_size() == 4:
         return Tile(64, 64, 32, 4, 3)
     if gemm == "outer":
         return Tile(128, 256, 64, 8, 3) if rows >= GATHER_FROM else Tile(128, 128, 64, 8, 3)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < GATHER_FROM else 128
     if block_m < 128:
-        return Tile(block_m, 64 if gemm == "gate_up" else 128, 128 if block_m == 16 else 64, 4, 4)
+        return Tile(block_m, 64 if gemm == "gate_up" else 128, 128 if block_m == 16 else 64, 4, 4, programs=2)
     if gemm in ("gate_up", "down_backward"):
         return Tile(128, 128, 64, 8, 3 if gemm == "gate_up" else 4)
     return Tile(128, 256, 64, 8, 4)

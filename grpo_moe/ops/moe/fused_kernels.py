@@ -1,35 +1,14 @@
-"""Triton kernels of the gated activation: fused into its GEMMs, or as passes of their own beside torch's."""
+"""Triton GEMMs with the gated activation in their epilogue: forward, and backward through the down projection."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
 
+from .activation_kernels import Gate, _activate, store_gate_and_up, through_activation
 from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
 from .routing import INTERPRET, Routing
-from .row_kernels import ROWS
-
-
-@dataclass(frozen=True)
-class Gate:
-    """A gated activation that the kernels know, and the layout of its gate and up columns."""
-
-    activation: str
-    interleaved: bool
-    alpha: float
-    limit: float
-
-    def options(self) -> dict:
-        """Keyword arguments of a launch."""
-        return {
-            "alpha": self.alpha,
-            "limit": self.limit,
-            "ACTIVATION": self.activation,
-            "INTERLEAVED": self.interleaved,
-        }
 
 
 def gate_up(
@@ -65,7 +44,7 @@ def gate_up(
     a, a_tma = rows.operand(tile.block_m, tile.block_k)
     b, b_tma = weight.operand(tile.block_n * (2 if gate.interleaved else 1), tile.block_k)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(post.device, len(expert) * triton.cdiv(width, tile.block_n))
+    programs = num_programs(post.device, len(expert) * triton.cdiv(width, tile.block_n), tile)
     _gate_up_kernel[(programs,)](
         a,
         b,
@@ -132,7 +111,7 @@ def down_backward(
     a, a_tma = grad.operand(tile.block_m, tile.block_k)
     b, b_tma = weight.operand(tile.block_n, tile.block_k)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(pre.device, len(expert) * tiles_n)
+    programs = num_programs(pre.device, len(expert) * tiles_n, tile)
     _down_backward_kernel[(programs,)](
         a,
         b,
@@ -162,83 +141,6 @@ def down_backward(
         **tile.options(),
     )
     return grad_pre, parts, weighted
-
-
-def activate(pre: torch.Tensor, bias: torch.Tensor | None, gate: Gate, routing: Routing) -> torch.Tensor:
-    """[num_rows, I]: the activation of pre-activations [num_rows, 2I] plus the expert's bias [E, 2I]."""
-    post = pre.new_empty(routing.num_rows, pre.shape[1] // 2)
-    _activation_launch(_activate_kernel, (pre, post), bias, gate, routing, post.shape[1])
-    return post
-
-
-def activate_backward(
-    grad: torch.Tensor,
-    pre: torch.Tensor,
-    bias: torch.Tensor | None,
-    weights: torch.Tensor,
-    gate: Gate,
-    routing: Routing,
-    *,
-    need_weighted: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As :func:`down_backward` after its GEMM: ``grad`` [num_rows, I] is the output's gradient times the weight, and
-    ``bias`` has not been added to ``pre`` yet."""
-    grad_pre = torch.empty_like(pre) if out is None else out
-    weighted = torch.empty_like(grad) if need_weighted else None
-    parts = torch.empty(1, routing.num_rows, dtype=torch.float32, device=pre.device)
-    tensors = (grad, pre, weights, routing.pair_of_row, grad_pre, grad if weighted is None else weighted, parts)
-    options = {"NEED_WEIGHTED": need_weighted}
-    _activation_launch(_activate_backward_kernel, tensors, bias, gate, routing, grad.shape[1], **options)
-    return grad_pre, parts, weighted
-
-
-def _activation_launch(kernel, tensors, bias, gate: Gate, routing: Routing, width: int, **options) -> None:
-    if routing.num_rows and width:
-        kernel[(triton.cdiv(routing.num_rows, ROWS),)](
-            *tensors,
-            tensors[0] if bias is None else bias,
-            routing.expert_of_row,
-            routing.expert_offsets,
-            width,
-            HAS_BIAS=bias is not None,
-            E=routing.num_experts,
-            ROWS=ROWS,
-            BLOCK=min(triton.next_power_of_2(width), 32 if INTERPRET else 256),
-            num_warps=4,
-            **gate.options(),
-            **options,
-        )
-
-
-@triton.jit
-def _sigmoid(x):
-    return 1 / (1 + tl.exp(-x))
-
-
-@triton.jit
-def _activate(g, u, alpha, limit, ACTIVATION: tl.constexpr):
-    """The activation, and its derivatives by gate and up."""
-    if ACTIVATION == "gpt_oss":
-        low = u < -limit
-        inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
-        g, u = tl.minimum(g, limit), tl.where(low, -limit, tl.minimum(u, limit))
-        s = _sigmoid(alpha * g)
-        out = (u + 1) * g * s
-        by_g = tl.where(inside_g, (u + 1) * s * (1 + alpha * g * (1 - s)), 0.0)
-        by_u = tl.where(inside_u, g * s, 0.0)
-    elif ACTIVATION == "gelu_tanh":
-        inner = 0.7978845608028654 * (g + 0.044715 * g * g * g)
-        t = 2 * _sigmoid(2 * inner) - 1
-        half = 0.5 * (1 + t)
-        out = half * g * u
-        slope = half + 0.5 * g * (1 - t * t) * 0.7978845608028654 * (1 + 3 * 0.044715 * g * g)
-        by_g, by_u = slope * u, half * g
-    else:
-        s = _sigmoid(g)
-        out = g * s * u
-        by_g, by_u = u * s * (1 + g * (1 - s)), g * s
-    return out, by_g, by_u
 
 
 @triton.jit
@@ -313,16 +215,14 @@ def _gate_up_kernel(
             base = bias_ptr + expert.to(tl.int64) * 2 * WIDTH
             g += tl.load(base + gate_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
             u += tl.load(base + up_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-        mask = (row[:, None] < end) & (n[None, :] < WIDTH)
+        live, line = row[:, None] < end, row[:, None].to(tl.int64)
         dtype: tl.constexpr = post_ptr.dtype.element_ty
         if KEEP:
             # what is kept is what is activated, so that the backward pass meets the same numbers
-            g, u = g.to(dtype).to(tl.float32), u.to(dtype).to(tl.float32)
-            line = pre_ptr + row[:, None].to(tl.int64) * 2 * WIDTH
-            tl.store(line + gate_column[None, :], g.to(dtype), mask=mask)
-            tl.store(line + up_column[None, :], u.to(dtype), mask=mask)
-        out, _, _ = _activate(g, u, alpha, limit, ACTIVATION)
-        tl.store(post_ptr + row[:, None].to(tl.int64) * WIDTH + n[None, :], out.to(dtype), mask=mask)
+            g, u = g.to(dtype), u.to(dtype)
+            store_gate_and_up(pre_ptr + line * 2 * WIDTH, g, u, n0, live, WIDTH, INTERLEAVED, BLOCK_N)
+        out, _, _ = _activate(g.to(tl.float32), u.to(tl.float32), alpha, limit, ACTIVATION)
+        tl.store(post_ptr + line * WIDTH + n[None, :], out.to(dtype), mask=live & (n[None, :] < WIDTH))
 
 
 @triton.jit
@@ -386,14 +286,12 @@ def _down_backward_kernel(
         total = tl.zeros((BLOCK_M,), tl.float32)
         line = row[:, None].to(tl.int64)
         for i in tl.static_range(SUBTILES):
-            n = n0 + i * PART + tl.arange(0, PART)
-            total += _through_activation(
+            total += through_activation(
                 parts[i],
                 weight,
                 line,
-                row,
-                n,
-                live[:, None] & (n[None, :] < WIDTH),
+                n0 + i * PART,
+                live[:, None],
                 WIDTH,
                 pre_ptr,
                 pre_ptr,
@@ -405,137 +303,6 @@ def _down_backward_kernel(
                 INTERLEAVED,
                 False,
                 NEED_WEIGHTED,
+                PART,
             )
         tl.store(parts_ptr + (tile % tiles_n).to(tl.int64) * num_rows + row, total, mask=live)
-
-
-@triton.jit
-def _activate_kernel(
-    pre_ptr,
-    post_ptr,
-    bias_ptr,
-    expert_of_row_ptr,
-    offsets_ptr,
-    width,
-    alpha,
-    limit,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < tl.load(offsets_ptr + E)
-    line = row[:, None].to(tl.int64)
-    expert = tl.load(expert_of_row_ptr + row, mask=live, other=0) if HAS_BIAS else row
-    for first in range(0, width, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (n[None, :] < width)
-        g, u = _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED, HAS_BIAS)
-        out, _, _ = _activate(g, u, alpha, limit, ACTIVATION)
-        tl.store(post_ptr + line * width + n[None, :], out.to(post_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _activate_backward_kernel(
-    grad_ptr,
-    pre_ptr,
-    weights_ptr,
-    pair_of_row_ptr,
-    grad_pre_ptr,
-    weighted_ptr,
-    parts_ptr,
-    bias_ptr,
-    expert_of_row_ptr,
-    offsets_ptr,
-    width,
-    alpha,
-    limit,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    NEED_WEIGHTED: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < tl.load(offsets_ptr + E)
-    pair = tl.load(pair_of_row_ptr + row, mask=live, other=0)
-    weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)
-    line = row[:, None].to(tl.int64)
-    expert = tl.load(expert_of_row_ptr + row, mask=live, other=0) if HAS_BIAS else row
-    total = tl.zeros((ROWS,), tl.float32)
-    for first in range(0, width, BLOCK):
-        n = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (n[None, :] < width)
-        grad = tl.load(grad_ptr + line * width + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += _through_activation(
-            grad,
-            weight,
-            line,
-            expert,
-            n,
-            mask,
-            width,
-            pre_ptr,
-            bias_ptr,
-            grad_pre_ptr,
-            weighted_ptr,
-            alpha,
-            limit,
-            ACTIVATION,
-            INTERLEAVED,
-            HAS_BIAS,
-            NEED_WEIGHTED,
-        )
-    tl.store(parts_ptr + row, total, mask=live)
-
-
-@triton.jit
-def _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """Pre-activations of some rows and columns n in fp32, with the expert's bias if it is not in them yet."""
-    gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, width + n)
-    g = tl.load(pre_ptr + line * 2 * width + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
-    u = tl.load(pre_ptr + line * 2 * width + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
-    if HAS_BIAS:
-        base = bias_ptr + expert[:, None].to(tl.int64) * 2 * width
-        g += tl.load(base + gate_column[None, :], mask=mask, other=0.0).to(tl.float32)
-        u += tl.load(base + up_column[None, :], mask=mask, other=0.0).to(tl.float32)
-    return g, u
-
-
-@triton.jit
-def _through_activation(
-    grad,
-    weight,
-    line,
-    expert,
-    n,
-    mask,
-    width,
-    pre_ptr,
-    bias_ptr,
-    grad_pre_ptr,
-    weighted_ptr,
-    alpha,
-    limit,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NEED_WEIGHTED: tl.constexpr,
-):
-    """Stores the gradients of gate and up and the weighted activation; returns the rows' sums of grad * activation."""
-    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
-    gate_column, up_column = (2 * n, 2 * n + 1) if INTERLEAVED else (n, width + n)
-    g, u = _gate_and_up(pre_ptr, bias_ptr, line, expert, n, mask, width, INTERLEAVED, HAS_BIAS)
-    out, by_g, by_u = _activate(g, u, alpha, limit, ACTIVATION)
-    out = out.to(dtype).to(tl.float32)
-    weighted_grad = grad * weight[:, None]
-    tl.store(grad_pre_ptr + line * 2 * width + gate_column[None, :], (weighted_grad * by_g).to(dtype), mask=mask)
-    tl.store(grad_pre_ptr + line * 2 * width + up_column[None, :], (weighted_grad * by_u).to(dtype), mask=mask)
-    if NEED_WEIGHTED:
-        tl.store(weighted_ptr + line * width + n[None, :], (out * weight[:, None]).to(dtype), mask=mask)
-    return tl.sum(grad * out, 1)

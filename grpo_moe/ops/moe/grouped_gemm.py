@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,8 @@ class Tile:
     block_k: int
     num_warps: int
     num_stages: int
+    programs: int = 1
+    """Persistent programs a multiprocessor: two hide the latency of tiles that only read weights."""
 
     def options(self) -> dict:
         """Keyword arguments of a launch."""
@@ -75,8 +78,7 @@ class ExpertWeight:
 def tma_fits(x: torch.Tensor) -> bool:
     """Whether the tensor memory accelerator can load tiles of x: rows that start at multiples of 16 bytes."""
     aligned = x.data_ptr() % 16 == 0 and all(s * x.element_size() % 16 == 0 for s in x.stride()[:-1])
-    has_unit = INTERPRET or torch.cuda.get_device_capability(x.device) >= (9, 0)
-    return aligned and has_unit and x.stride(-1) == 1 and x.numel() > 0
+    return aligned and x.stride(-1) == 1 and x.numel() > 0 and (INTERPRET or _device(x.device)[1])
 
 
 def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile) -> torch.Tensor:
@@ -88,7 +90,7 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
     a, a_tma = rows.operand(tile.block_m, tile.block_k)
     b, b_tma = weight.operand(tile.block_n, tile.block_k)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(out.device, len(expert) * triton.cdiv(n, tile.block_n))
+    programs = num_programs(out.device, len(expert) * triton.cdiv(n, tile.block_n), tile)
     _grouped_gemm_kernel[(programs,)](
         a,
         b,
@@ -126,7 +128,7 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
     tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
     a, a_tma = left.operand(tile.block_k, tile.block_m)
     b, b_tma = right.operand(tile.block_k, tile.block_n)
-    programs = num_programs(out.device, tiles)
+    programs = num_programs(out.device, tiles, tile)
     _grouped_outer_kernel[(programs,)](
         a,
         b,
@@ -151,9 +153,16 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
     return out
 
 
-def num_programs(device: torch.device, most: int) -> int:
-    """Programs of a persistent kernel: one a multiprocessor."""
-    return max(1, min(most, 4 if INTERPRET else torch.cuda.get_device_properties(device).multi_processor_count))
+def num_programs(device: torch.device, most: int, tile: Tile) -> int:
+    """Programs of a persistent kernel that has at most ``most`` tiles."""
+    return max(1, min(most, 4 if INTERPRET else tile.programs * _device(device)[0]))
+
+
+@functools.cache
+def _device(device: torch.device) -> tuple[int, bool]:
+    """Multiprocessors of a GPU, and whether it has a tensor memory accelerator."""
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count, properties.major >= 9
 
 
 @triton.jit

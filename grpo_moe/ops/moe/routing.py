@@ -10,8 +10,12 @@ import triton
 import triton.language as tl
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-PAIRS = 32 if INTERPRET else 128  # pairs a program
-ONE_PROGRAM = 64 if INTERPRET else 1024  # pairs up to which one program does it all: a launch costs more than its work
+PAIRS = 16 if INTERPRET else 128
+"""Pairs a program places."""
+FEW_PAIRS, AHEAD = (16, 32) if INTERPRET else (32, 256)
+"""Pairs a program places, and compares them with at a time, in the one launch for few pairs."""
+ONE_LAUNCH = 64 if INTERPRET else 4096
+"""Pairs up to which every program compares its own with all others: a launch costs more than that."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +44,11 @@ class Routing:
         """N * K, the most rows there can be."""
         return len(self.pair_of_row)
 
+    @property
+    def rows_an_expert(self) -> float:
+        """On average, if no slot is skipped."""
+        return self.num_rows / self.num_experts
+
     def tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Expert and first row of every tile of ``block_m`` rows, int32 [most] each, and int32 how many there are.
 
@@ -50,50 +59,83 @@ class Routing:
         return self._tiles[block_m]
 
     def _make_tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        most = self.num_rows // block_m + min(self.num_experts, self.num_rows)
-        device = self.expert_offsets.device
-        expert, first_row = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
-        num_tiles = torch.empty((), dtype=torch.int32, device=device)
-        block = 16 if INTERPRET else 128
+        tiles = _empty_tiles(self.num_rows, self.num_experts, block_m, self.expert_offsets.device)
+        most, block = len(tiles[0]), 16 if INTERPRET else 128
         if most:
             _tiles_kernel[(triton.cdiv(most, block),)](
                 self.expert_offsets,
-                expert,
-                first_row,
-                num_tiles,
+                *tiles,
                 most,
                 block_m,
                 E=self.num_experts,
                 BLOCK_E=triton.next_power_of_2(self.num_experts),
                 BLOCK=block,
             )
-        return expert, first_row, num_tiles
+        return tiles
 
 
-def route(top_k_index: torch.Tensor, num_experts: int) -> Routing:
-    """Sorts the pairs of top_k_index [N, K] by expert, stable in the pair's number; -1 and E or beyond are skipped."""
+def route(top_k_index: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
+    """Sorts the pairs of top_k_index [N, K] by expert, stable in the pair's number; -1 and E or beyond are skipped.
+
+    ``block_m`` says for which tile height :meth:`Routing.tiles` will be asked: for few pairs they come with the rest.
+    """
     pairs, device = top_k_index.numel(), top_k_index.device
     flat = top_k_index.reshape(-1)
     rows = [torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(3)]
-    shape = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts), "PAIRS": PAIRS}
-    if pairs <= ONE_PROGRAM:
-        offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-        _route_kernel[(1,)](flat, *rows, offsets, pairs, **shape, num_warps=8)
-        return Routing(*rows, offsets, top_k_index.shape[1], num_experts)
+    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
+    routing = Routing(*rows, offsets, top_k_index.shape[1], num_experts)
+    shape = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts + 1)}
+    if pairs <= ONE_LAUNCH:
+        tiles = (rows[0],) * 3 if block_m is None else _empty_tiles(pairs, num_experts, block_m, device)
+        most = 0 if block_m is None else len(tiles[0])
+        _route_kernel[(1 + triton.cdiv(pairs, FEW_PAIRS),)](
+            flat, *rows, offsets, *tiles, pairs, most, block_m or 1, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD
+        )
+        if block_m is not None:
+            routing._tiles[block_m] = tiles
+        return routing
     blocks = triton.cdiv(pairs, PAIRS)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
-    offsets = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-    _count_kernel[(blocks,)](flat, counts, pairs, **shape, num_warps=8)
+    _count_kernel[(blocks,)](flat, counts, pairs, **shape, PAIRS=PAIRS)
     _scan_kernel[(num_experts,)](counts, offsets, blocks, E=num_experts, BLOCK=64 if INTERPRET else 1024)
     _offsets_kernel[(1,)](offsets, E=num_experts, BLOCK_E=shape["BLOCK_E"])
-    _place_kernel[(blocks,)](flat, counts, offsets, *rows, pairs, **shape, num_warps=8)
-    return Routing(*rows, offsets, top_k_index.shape[1], num_experts)
+    _place_kernel[(blocks,)](flat, counts, offsets, *rows, pairs, E=num_experts, PAIRS=PAIRS)
+    return routing
+
+
+def _empty_tiles(pairs: int, experts: int, block_m: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    most = pairs // block_m + min(experts, pairs)
+    expert, first_row = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
+    return expert, first_row, torch.empty((), dtype=torch.int32, device=device)
 
 
 @triton.jit
-def _one_hot(expert, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    columns = tl.arange(0, BLOCK_E)
-    return ((expert[:, None] == columns[None, :]) & (columns[None, :] < E)).to(tl.int32)
+def _experts_of(index_ptr, pair, pairs, E: tl.constexpr):
+    """Experts of pairs; E where a slot is skipped or the pair does not exist."""
+    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
+    return tl.where((expert >= 0) & (expert < E), expert, E)
+
+
+@triton.jit
+def _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E: tl.constexpr):
+    routed = expert < E
+    tl.store(row_of_pair_ptr + pair, tl.where(routed, row, -1), mask=pair < pairs)
+    tl.store(pair_of_row_ptr + row, pair, mask=routed)
+    tl.store(expert_of_row_ptr + row, expert, mask=routed)
+
+
+@triton.jit
+def _store_tiles(tile, columns, start, rows, most, block_m, expert_ptr, first_row_ptr, num_tiles_ptr):
+    """Expert and first row of some tiles from all experts' first row and rows; and how many tiles there are."""
+    tiles = (rows + block_m - 1) // block_m
+    ends = tl.cumsum(tiles, 0)
+    tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+    before = ends - tiles
+    mine = (tile[:, None] < ends[None, :]) & (tile[:, None] >= before[None, :])
+    expert = tl.sum(tl.where(mine, columns[None, :], 0), 1)
+    row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - before[None, :]) * block_m, 0), 1)
+    tl.store(expert_ptr + tile, expert, mask=tile < most)
+    tl.store(first_row_ptr + tile, row, mask=tile < most)
 
 
 @triton.jit
@@ -103,46 +145,44 @@ def _route_kernel(
     row_of_pair_ptr,
     expert_of_row_ptr,
     offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
     pairs,
+    most,
+    block_m,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
     PAIRS: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    columns = tl.arange(0, BLOCK_E)
-    count = tl.zeros((BLOCK_E,), tl.int32)
-    for start in range(0, pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-        count += tl.sum(_one_hot(expert, E, BLOCK_E), 0)
-    ends = tl.cumsum(count, 0)
-    tl.store(offsets_ptr + columns, ends - count, mask=columns < E)
-    tl.store(offsets_ptr + E, tl.sum(count, 0))
-    first = ends - count
-    for start in range(0, pairs, PAIRS):
-        pair = start + tl.arange(0, PAIRS)
-        expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-        one_hot = _one_hot(expert, E, BLOCK_E)
-        _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr)
-        first += tl.sum(one_hot, 0)
-
-
-@triton.jit
-def _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr):
-    """Gives each pair the next row of its expert; ``first`` is the first free row of each."""
-    row = tl.sum(one_hot * (first[None, :] + tl.cumsum(one_hot, 0) - 1), 1)
-    routed = tl.sum(one_hot, 1) > 0
-    tl.store(row_of_pair_ptr + pair, tl.where(routed, row, -1), mask=pair < pairs)
-    tl.store(pair_of_row_ptr + row, pair, mask=(pair < pairs) & routed)
-    tl.store(expert_of_row_ptr + row, expert, mask=(pair < pairs) & routed)
+    if tl.program_id(0) == 0:  # offsets and tiles
+        columns = tl.arange(0, BLOCK_E)
+        count = tl.zeros((BLOCK_E,), tl.int32)
+        for start in range(0, pairs, AHEAD):
+            count += tl.histogram(_experts_of(index_ptr, start + tl.arange(0, AHEAD), pairs, E), BLOCK_E)
+        count = tl.where(columns < E, count, 0)
+        first = tl.cumsum(count, 0) - count
+        tl.store(offsets_ptr + columns, first, mask=columns <= E)
+        for start in range(0, most, PAIRS):
+            tile = start + tl.arange(0, PAIRS)
+            _store_tiles(tile, columns, first, count, most, block_m, tile_expert_ptr, tile_row_ptr, num_tiles_ptr)
+    else:  # a pair's row is the number of pairs that sort before it
+        pair = (tl.program_id(0) - 1) * PAIRS + tl.arange(0, PAIRS)
+        expert = _experts_of(index_ptr, pair, pairs, E)
+        row = tl.zeros((PAIRS,), tl.int32)
+        for start in range(0, pairs, AHEAD):
+            other = start + tl.arange(0, AHEAD)
+            others = _experts_of(index_ptr, other, pairs, E)
+            is_before = (others[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
+            row += tl.sum(((others[None, :] < expert[:, None]) | is_before).to(tl.int32), 1)
+        _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E)
 
 
 @triton.jit
 def _count_kernel(index_ptr, counts_ptr, pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PAIRS: tl.constexpr):
-    block = tl.program_id(0)
-    pair = block * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    columns = tl.arange(0, BLOCK_E)
-    count = tl.sum(_one_hot(expert, E, BLOCK_E), 0)
+    block, columns = tl.program_id(0), tl.arange(0, BLOCK_E)
+    count = tl.histogram(_experts_of(index_ptr, block * PAIRS + tl.arange(0, PAIRS), pairs, E), BLOCK_E)
     tl.store(counts_ptr + block.to(tl.int64) * E + columns, count, mask=columns < E)
 
 
@@ -157,14 +197,14 @@ def _scan_kernel(counts_ptr, offsets_ptr, blocks, E: tl.constexpr, BLOCK: tl.con
         count = tl.load(counts_ptr + place, mask=block < blocks, other=0)
         tl.store(counts_ptr + place, before + tl.cumsum(count, 0) - count, mask=block < blocks)
         before += tl.sum(count, 0)
-    tl.store(offsets_ptr + 1 + expert, before)
+    tl.store(offsets_ptr + expert, before)
 
 
 @triton.jit
 def _offsets_kernel(offsets_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
     columns = tl.arange(0, BLOCK_E)
-    count = tl.load(offsets_ptr + 1 + columns, mask=columns < E, other=0)
-    tl.store(offsets_ptr + 1 + columns, tl.cumsum(count, 0), mask=columns < E)
+    count = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
+    tl.store(offsets_ptr + columns, tl.cumsum(count, 0) - count, mask=columns <= E)
 
 
 @triton.jit
@@ -177,17 +217,15 @@ def _place_kernel(
     expert_of_row_ptr,
     pairs,
     E: tl.constexpr,
-    BLOCK_E: tl.constexpr,
     PAIRS: tl.constexpr,
 ):
-    block = tl.program_id(0)
-    pair = block * PAIRS + tl.arange(0, PAIRS)
-    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    one_hot = _one_hot(expert, E, BLOCK_E)
-    columns = tl.arange(0, BLOCK_E)
-    first = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
-    first += tl.load(before_ptr + block.to(tl.int64) * E + columns, mask=columns < E, other=0)
-    _place(pair, expert, one_hot, first, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr)
+    block, number = tl.program_id(0), tl.arange(0, PAIRS)
+    pair = block * PAIRS + number
+    expert = _experts_of(index_ptr, pair, pairs, E)
+    is_before = (expert[None, :] == expert[:, None]) & (number[None, :] < number[:, None])
+    row = tl.load(offsets_ptr + expert, mask=expert < E, other=0) + tl.sum(is_before.to(tl.int32), 1)
+    row += tl.load(before_ptr + block.to(tl.int64) * E + expert, mask=expert < E, other=0)
+    _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E)
 
 
 @triton.jit
@@ -202,15 +240,7 @@ def _tiles_kernel(
     BLOCK_E: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    tile = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    columns = tl.arange(0, BLOCK_E)
+    tile, columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
     start = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
     rows = tl.load(offsets_ptr + 1 + columns, mask=columns < E, other=0) - start
-    tiles = tl.where(columns < E, (rows + block_m - 1) // block_m, 0)
-    ends = tl.cumsum(tiles, 0)
-    tl.store(num_tiles_ptr, tl.sum(tiles, 0))
-    mine = (tile[:, None] < ends[None, :]) & (tile[:, None] >= (ends - tiles)[None, :])
-    expert = tl.sum(tl.where(mine, columns[None, :], 0), 1)
-    row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - (ends - tiles)[None, :]) * block_m, 0), 1)
-    tl.store(expert_ptr + tile, expert, mask=tile < most)
-    tl.store(first_row_ptr + tile, row, mask=tile < most)
+    _store_tiles(tile, columns, start, rows, most, block_m, expert_ptr, first_row_ptr, num_tiles_ptr)

@@ -6,29 +6,18 @@ import torch
 import triton
 import triton.language as tl
 
+from .grouped_gemm import Rows, source_rows
 from .routing import INTERPRET, Routing
-
-ROWS = 8  # rows a program of the kernels that only move memory
 
 
 def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[num_rows, D]: the row of ``values`` [N, D] of each sorted row's token; garbage after the last pair."""
-    width = values.shape[1]
+    tokens, width = values.shape
     out = values.new_empty(routing.num_rows, width)
-    block = min(triton.next_power_of_2(width), 32 if INTERPRET else 1024)
+    block = min(triton.next_power_of_2(width), 32 if INTERPRET else 2048)
     if out.numel():
-        _gather_rows_kernel[(triton.cdiv(routing.num_rows, ROWS), triton.cdiv(width, block))](
-            values,
-            routing.pair_of_row,
-            routing.expert_offsets,
-            out,
-            width,
-            values.stride(0),
-            routing.num_slots,
-            E=routing.num_experts,
-            ROWS=ROWS,
-            BLOCK=block,
-            num_warps=8,
+        _gather_rows_kernel[(tokens, triton.cdiv(width, block))](
+            values, routing.row_of_pair, out, width, values.stride(0), K=routing.num_slots, BLOCK=block, num_warps=4
         )
     return out
 
@@ -78,37 +67,40 @@ def sum_weight_parts(parts: torch.Tensor, routing: Routing, dtype: torch.dtype) 
     return out
 
 
-def sum_by_expert(values: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
-    """[E, D]: sums of values [num_rows, D] over the rows of each expert, in fp32 and in the order of the rows."""
-    width = values.shape[1]
-    out = torch.empty(routing.num_experts, width, dtype=dtype, device=values.device)
-    block = 16 if INTERPRET else 64
-    _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
-        values, routing.expert_offsets, out, width, ROWS=block, BLOCK=block
-    )
+def sum_by_expert(
+    rows: Rows, routing: Routing, dtype: torch.dtype, *, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """[E, D]: sums of the rows of each expert, times ``weights`` [N * K] if given, in fp32 and in a fixed order."""
+    width = rows.values.shape[1]
+    out = torch.empty(routing.num_experts, width, dtype=dtype, device=rows.values.device)
+    block = 16 if INTERPRET else 32
+    if out.numel():
+        _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
+            rows.values,
+            routing.pair_of_row,
+            rows.values if weights is None else weights,
+            routing.expert_offsets,
+            out,
+            width,
+            rows.values.stride(0),
+            routing.num_slots,
+            BY_TOKEN=rows.by_token,
+            WEIGHTED=weights is not None,
+            ROWS=16 if INTERPRET else 128,
+            BLOCK=block,
+        )
     return out
 
 
 @triton.jit
-def _gather_rows_kernel(
-    values_ptr,
-    pair_of_row_ptr,
-    offsets_ptr,
-    out_ptr,
-    width,
-    stride,
-    num_slots,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = row < tl.load(offsets_ptr + E)
+def _gather_rows_kernel(values_ptr, row_of_pair_ptr, out_ptr, width, stride, K: tl.constexpr, BLOCK: tl.constexpr):
+    """Token by token, so that each is read once."""
+    token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = (tl.load(pair_of_row_ptr + row, mask=live, other=0) // num_slots).to(tl.int64)
-    mask = live[:, None] & (column[None, :] < width)
-    value = tl.load(values_ptr + token[:, None] * stride + column[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + row[:, None].to(tl.int64) * width + column[None, :], value, mask=mask)
+    value = tl.load(values_ptr + token * stride + column, mask=column < width, other=0.0)
+    for slot in tl.static_range(K):
+        row = tl.load(row_of_pair_ptr + token * K + slot).to(tl.int64)
+        tl.store(out_ptr + row * width + column, value, mask=column < tl.where(row >= 0, width, 0))
 
 
 @triton.jit
@@ -152,19 +144,32 @@ def _sum_weight_parts_kernel(parts_ptr, row_of_pair_ptr, out_ptr, rows, TILES: t
 
 
 @triton.jit
-def _sum_by_expert_kernel(values_ptr, offsets_ptr, out_ptr, width, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def _sum_by_expert_kernel(
+    values_ptr,
+    pair_of_row_ptr,
+    weights_ptr,
+    offsets_ptr,
+    out_ptr,
+    width,
+    stride,
+    num_slots,
+    BY_TOKEN: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     expert = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
-    total = tl.zeros((BLOCK,), tl.float32)
+    total = tl.zeros((ROWS, BLOCK), tl.float32)
     for first in range(start, end, ROWS):
         row = first + tl.arange(0, ROWS)
+        source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
         mask = (row[:, None] < end) & (column[None, :] < width)
-        total += tl.sum(
-            tl.load(values_ptr + row[:, None].to(tl.int64) * width + column[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            ),
-            0,
-        )
+        value = tl.load(values_ptr + source[:, None] * stride + column[None, :], mask=mask, other=0.0).to(tl.float32)
+        if WEIGHTED:
+            pair = tl.load(pair_of_row_ptr + row, mask=row < end, other=0)
+            value *= tl.load(weights_ptr + pair, mask=row < end, other=0.0).to(tl.float32)[:, None]
+        total += value
     place = expert.to(tl.int64) * width + column
-    tl.store(out_ptr + place, total.to(out_ptr.dtype.element_ty), mask=column < width)
+    tl.store(out_ptr + place, tl.sum(total, 0).to(out_ptr.dtype.element_ty), mask=column < width)

@@ -18,7 +18,7 @@ NAMES = ("hidden_states", "gate_up_proj", "down_proj", "top_k_weights", "gate_up
 
 @pytest.fixture(autouse=True)
 def triton_everywhere(monkeypatch):
-    monkeypatch.setattr(moe, "_triton_fits", lambda hidden_states: hidden_states.dtype != torch.float64)
+    monkeypatch.setattr(moe, "_on_gpu", lambda hidden_states: hidden_states.dtype != torch.float64)
 
 
 def make(tokens, experts, hidden, width, slots, *, transposed=False, bias=False, dtype=torch.float32):
@@ -201,15 +201,51 @@ def test_autocast_rounds_the_inputs():
     tensors, _ = make(8, 4, 32, 16, 2)
     with torch.autocast(DEVICE, torch.bfloat16):
         out = moe_experts(**tensors)
-    rounded = moe_experts(**{n: x.bfloat16() if x.is_floating_point() else x for n, x in tensors.items()})
+    names = ("hidden_states", "gate_up_proj", "down_proj")
+    rounded = moe_experts(**{n: x.bfloat16() if n in names else x for n, x in tensors.items()})
     assert out.dtype == torch.float32 and torch.equal(out, rounded.float())
 
 
-def test_custom_activation_runs_the_loop():
+def test_router_weights_in_float32_are_not_rounded():
+    tensors, upstream = make(9, 3, 32, 16, 2, bias=True, dtype=torch.bfloat16)
+    precise = tensors | {"top_k_weights": torch.rand(9, 2, device=DEVICE)}
+    leaf = precise["top_k_weights"].requires_grad_()
+    (grad,) = torch.autograd.grad(moe_experts(**precise), leaf, upstream)
+    truth = outcome(precise, upstream, torch.float64)
+    assert grad.dtype == torch.float32
+    assert_close({"top_k_weights": grad.double()}, truth, torch.bfloat16)
+    rounded = moe_experts(**precise | {"top_k_weights": leaf.bfloat16()})
+    assert not torch.equal(rounded, moe_experts(**precise))
+
+
+def test_custom_activation_runs_between_the_gemms():
     tensors, upstream = make(8, 4, 32, 16, 2)
     relu = lambda gate, up: gate.relu() * up  # noqa: E731
     truth = outcome(tensors, upstream, torch.float64, activation=relu)
     assert_close(outcome(tensors, upstream, torch.float32, activation=relu), truth, torch.float32)
+
+
+@pytest.mark.parametrize("options", [{}, {"memory_efficient": True, "activation": "gpt_oss", "layout": "interleaved"}])
+def test_compiles_as_one_graph(options):
+    tensors, upstream = make(9, 3, 24, 16, 2, bias=True)
+    compiled = torch.compile(lambda **given: moe_experts(**given, **options), fullgraph=True, backend="aot_eager")
+    leaves = {n: tensors[n].requires_grad_() for n in NAMES}
+    made = []
+    for function in (lambda **given: moe_experts(**given, **options), compiled):
+        out = function(**tensors)
+        made.append([out, *torch.autograd.grad(out, list(leaves.values()), upstream)])
+    assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
+
+
+def test_exports_as_one_operator():
+    class Layer(torch.nn.Module):
+        def forward(self, **given):
+            return moe_experts(**given)
+
+    tensors, _ = make(5, 3, 16, 16, 2)
+    program = torch.export.export(Layer(), (), tensors)
+    assert [n.target for n in program.graph.nodes].count(torch.ops.grpo_moe.experts.default) == 1
+    assert torch.equal(program.module()(**tensors), moe_experts(**tensors))
 
 
 def test_operator_passes_opcheck():
@@ -235,8 +271,8 @@ def test_routing_sorts_pairs_and_tiles_cover_them():
         assert torch.equal(plan.row_of_pair.long(), inverse)
         assert torch.equal(plan.expert_of_row[: len(order)].long(), flat[order])
         offsets = plan.expert_offsets.tolist()
-        for block in (4, 16):
-            expert, first, count = plan.tiles(block)
+        for block, tiled in itertools.product((4, 16), (plan, routing.route(index, experts, 16))):
+            expert, first, count = tiled.tiles(block)
             expected = [(e, r) for e in range(experts) for r in range(offsets[e], offsets[e + 1], block)]
             made = list(zip(expert.tolist(), first.tolist(), strict=True))[: int(count) if tokens else 0]
             assert made == expected
