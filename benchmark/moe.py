@@ -1,8 +1,10 @@
-"""Fused MoE experts against Liger's and a torch grouped_mm pipeline, in turns: inference, forward, with backward.
+"""Fused MoE experts against Liger's and a torch grouped_mm pipeline, in turns.
 
     python benchmark/moe.py --out results.jsonl [--shapes qwen3 gpt_oss ...] [--tokens 32768 8192] [--modes full]
 
-bf16, leaf weights, gradients of all inputs unless frozen. ours_triton has no grouped_mm inside.
+bf16, leaf weights, gradients of all inputs unless frozen. Modes: full (forward and backward), forward (keeps what
+backward needs), inference (no gradients), replayed (inference from a CUDA graph, few tokens only). ours_triton has no
+grouped_mm inside. read_weights is no implementation of the experts: it reads all their weights once.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from grpo_moe.ops import moe_experts
 from grpo_moe.ops.moe.fused import fused_experts
 
 TOKENS = (32768, 8192, 1024, 128, 64, 16, 1)
-MODES = ("full", "forward", "inference")
+MODES = ("full", "forward", "inference", "replayed")
+MOST_REPLAYED = 1024
+"""Tokens up to which a CUDA graph is worth a line: above, launches hide behind the work."""
 CHECK_TOKENS = 192
 EAGER_FACTOR, FLOOR = 1.5, 1e-4
 
@@ -128,6 +132,10 @@ def grouped_mm(problem: Problem) -> torch.Tensor:
     return weighted[back].view(-1, slots, weighted.shape[-1]).sum(1)
 
 
+def read_weights(problem: Problem) -> torch.Tensor:
+    return sum(problem.tensors[n].detach().view(torch.int64).sum() for n in ("gate_up_proj", "down_proj"))
+
+
 @dataclass(frozen=True)
 class Implementation:
     """How to run it."""
@@ -138,6 +146,7 @@ class Implementation:
     """Whether it knows bias-free [gate; up] SwiGLU alone."""
     checked: bool = True
     """Whether it computes the shape's own activation."""
+    modes: tuple[str, ...] = MODES
 
 
 IMPLEMENTATIONS = {
@@ -146,12 +155,13 @@ IMPLEMENTATIONS = {
     "ours_memory_efficient": Implementation(partial(ours, memory_efficient=True)),
     "liger": Implementation(liger, "liger-kernel", plain_only=True),
     "grouped_mm": Implementation(grouped_mm),
+    "read_weights": Implementation(read_weights, checked=False, modes=("inference", "replayed")),
 }
 
 
 def run(problem: Problem, implementation: Implementation, mode: str) -> list[torch.Tensor]:
     """The output and, in mode "full", the gradients of the leaves."""
-    if mode == "inference":
+    if mode in ("inference", "replayed"):
         with torch.no_grad():
             return [implementation.forward(problem)]
     out = implementation.forward(problem)
@@ -167,7 +177,10 @@ def check(shape: Shape, names: list[str], device: torch.device) -> dict[str, Con
 
     def errors(implementation: Implementation) -> list[float]:
         made = run(problem, implementation, "full")
-        return [float((a.detach().double() - t).norm() / t.norm()) for a, t in zip(made, truth, strict=True)]
+        return [
+            float((a.detach().double() - t.detach()).norm() / t.detach().norm())
+            for a, t in zip(made, truth, strict=True)
+        ]
 
     eager, checked = errors(stacked), {}
     for name in names:
@@ -207,7 +220,10 @@ def main(argv: list[str] | None = None) -> None:
             problem = make_problem(shape, tokens, device, zipf=args.zipf, frozen=args.frozen)
             for mode in args.modes:
                 fields = {"op": "moe_experts", "shape": shape_name, "T": tokens, "mode": mode, **kind}
-                wanted = [n for n in fitting if not lines.has(fields | {"impl": n})]
+                if mode == "replayed" and (device.type != "cuda" or tokens > MOST_REPLAYED):
+                    continue
+                able = [n for n in fitting if mode in IMPLEMENTATIONS[n].modes]
+                wanted = [n for n in able if not lines.has(fields | {"impl": n})]
                 contestants = {n: contestant(problem, n, mode, checked[n]) for n in wanted}
                 harness.measure(contestants, device, seconds=args.seconds, deadline=deadline)
                 flops = (6 if mode != "full" else 12 if args.frozen else 18) * shape.hidden * shape.width
@@ -222,7 +238,22 @@ def contestant(problem: Problem, name: str, mode: str, checked: Contestant) -> C
     package = IMPLEMENTATIONS[name].package
     peer = {} if package is None else {"peer_version": f"{package} {harness.package_version(package)}"}
     call = partial(run, problem, IMPLEMENTATIONS[name], mode)
-    return replace(Contestant(call=call), facts=peer | checked.facts, error=checked.error)
+    made = replace(Contestant(call=call), facts=peer | checked.facts, error=checked.error)
+    if mode == "replayed" and made.error is None:
+        harness.attempt(made, problem.upstream.device, capture)
+    return made
+
+
+def capture(contestant: Contestant) -> None:
+    """Its call becomes the replay of a CUDA graph of it."""
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        contestant.call()
+    torch.cuda.current_stream().wait_stream(stream)
+    with torch.cuda.graph(graph):
+        contestant.call()
+    contestant.call = graph.replay
 
 
 if __name__ == "__main__":

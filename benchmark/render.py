@@ -10,11 +10,14 @@ from harness import read_lines
 POINT_FIELDS = {
     "grpo_loss": ("level", "H", "V", "L", "tokens"),
     "moe_experts": ("shape", "T", "mode", "routing", "frozen"),
+    "single_pass": ("sweep", "E", "H", "I", "K", "t"),
+    "ceiling": ("size",),
 }
 """What makes a row of an op's table; its columns are the implementations."""
 ERROR_FIELDS = {
     "grpo_loss": ("logp_error", "grad_hidden_error", "grad_weight_error"),
     "moe_experts": ("rel_err",),
+    "single_pass": ("rel_err",),
 }
 """Errors against float64 truth, the largest of an implementation is shown."""
 ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")
@@ -71,7 +74,9 @@ def _errors(op: str, lines: list[dict]) -> list[str]:
 def _cell(line: dict) -> str:
     if "error" in line:
         return "failed"
-    text = f"{line['ms']:.4g} ms ({line['p20']:.4g}-{line['p80']:.4g}), {line['tflops']:.0f} TFLOP/s"
+    text = f"{line['ms']:.4g} ms ({line['p20']:.4g}-{line['p80']:.4g})"
+    for name, unit in (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s")):
+        text += f", {line[name]:.0f} {unit}" if name in line else ""
     return text if line.get("peak_gib") is None else f"{text}, {line['peak_gib']:.1f} GiB"
 
 

@@ -1,4 +1,4 @@
-"""Triton kernels of the gated activation: the formulas, and passes of their own beside torch's grouped_mm."""
+"""The gated activation in Triton: formulas, layouts, and the pass through it backwards."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .routing import INTERPRET, Routing
-
-ROWS = 8  # of a program of the passes
+from .routing import INTERPRET, Routing, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -32,17 +30,9 @@ class Gate:
         }
 
 
-def activate(pre: torch.Tensor, bias: torch.Tensor | None, gate: Gate, routing: Routing) -> torch.Tensor:
-    """[num_rows, I]: the activation of pre-activations [num_rows, 2I] plus the expert's bias [E, 2I]."""
-    post = pre.new_empty(routing.num_rows, pre.shape[1] // 2)
-    _activation_launch(_activate_kernel, (pre, post), bias, gate, routing, post.shape[1])
-    return post
-
-
 def activate_backward(
     grad: torch.Tensor,
     pre: torch.Tensor,
-    bias: torch.Tensor | None,
     weights: torch.Tensor,
     gate: Gate,
     routing: Routing,
@@ -50,33 +40,44 @@ def activate_backward(
     need_weighted: bool,
     out: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """As :func:`down_backward` after its GEMM: ``grad`` [num_rows, I] is the output's gradient times the weight, and
-    ``bias`` has not been added to ``pre`` yet."""
+    """Through the routing weights and the activation, from the down projection's input to the pre-activations.
+
+    Args:
+        grad: [num_rows, I] gradient of the activations, before the routing weights.
+        pre: [num_rows, 2I] pre-activations.
+        weights: [N * K] routing weights by pair.
+        gate: activation and layout.
+        routing: of the rows.
+        need_weighted: also return the weighted activations, for the gradient of the down projection.
+        out: where the gradient of ``pre`` goes; may be ``pre`` itself.
+
+    Returns:
+        [num_rows, 2I] gradient of ``pre``; fp32 [N * K] gradient of ``weights``, 0 for a skipped slot; [num_rows, I]
+        weight * activation or None. Rows after the last pair are garbage.
+    """
     grad_pre = torch.empty_like(pre) if out is None else out
     weighted = torch.empty_like(grad) if need_weighted else None
-    parts = torch.empty(1, routing.num_rows, dtype=torch.float32, device=pre.device)
-    tensors = (grad, pre, weights, routing.pair_of_row, grad_pre, grad if weighted is None else weighted, parts)
-    options = {"NEED_WEIGHTED": need_weighted}
-    _activation_launch(_activate_backward_kernel, tensors, bias, gate, routing, grad.shape[1], **options)
-    return grad_pre, parts, weighted
-
-
-def _activation_launch(kernel, tensors, bias, gate: Gate, routing: Routing, width: int, **options) -> None:
-    if routing.num_rows and width:
-        kernel[(triton.cdiv(routing.num_rows, ROWS),)](
-            *tensors,
-            tensors[0] if bias is None else bias,
-            routing.expert_of_row,
+    grad_weights = torch.zeros(routing.num_rows, dtype=torch.float32, device=pre.device)
+    width = grad.shape[1]
+    if grad.numel():
+        rows, columns = (16, 32) if INTERPRET else (4 if gate.interleaved else 8, 128)
+        _activate_backward_kernel[(cdiv(routing.num_rows, rows),)](
+            grad,
+            pre,
+            weights,
+            routing.pair_of_row,
             routing.expert_offsets,
+            grad_pre,
+            grad if weighted is None else weighted,
+            grad_weights,
             width,
-            HAS_BIAS=bias is not None,
             E=routing.num_experts,
-            ROWS=ROWS,
-            BLOCK=min(triton.next_power_of_2(width), 32 if INTERPRET else 256),
-            num_warps=4,
+            ROWS=rows,
+            BLOCK=min(next_power_of_2(width), columns),
+            NEED_WEIGHTED=need_weighted,
             **gate.options(),
-            **options,
         )
+    return grad_pre, grad_weights, weighted
 
 
 @triton.jit
@@ -85,7 +86,7 @@ def _sigmoid(x):
 
 
 @triton.jit
-def _activate(g, u, alpha, limit, ACTIVATION: tl.constexpr):
+def activation_and_slopes(g, u, alpha, limit, ACTIVATION: tl.constexpr):
     """The activation, and its derivatives by gate and up."""
     if ACTIVATION == "gpt_oss":
         low = u < -limit
@@ -140,55 +141,18 @@ def store_gate_and_up(base, g, u, first, live, width, INTERLEAVED: tl.constexpr,
 
 
 @triton.jit
-def _activate_kernel(
-    pre_ptr,
-    post_ptr,
-    bias_ptr,
-    expert_of_row_ptr,
-    offsets_ptr,
-    width,
-    alpha,
-    limit,
-    HAS_BIAS: tl.constexpr,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    E: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    live = (row < tl.load(offsets_ptr + E))[:, None]
-    line = row[:, None].to(tl.int64)
-    if HAS_BIAS:
-        bias = bias_ptr + tl.load(expert_of_row_ptr + row[:, None], mask=live, other=0).to(tl.int64) * 2 * width
-    for first in range(0, width, BLOCK):
-        g, u = _load_gate_and_up(pre_ptr + line * 2 * width, first, live, width, INTERLEAVED, BLOCK)
-        if HAS_BIAS:
-            gate_bias, up_bias = _load_gate_and_up(bias, first, live, width, INTERLEAVED, BLOCK)
-            g += gate_bias
-            u += up_bias
-        out, _, _ = _activate(g, u, alpha, limit, ACTIVATION)
-        n = first + tl.arange(0, BLOCK)
-        mask = live & (n[None, :] < width)
-        tl.store(post_ptr + line * width + n[None, :], out.to(post_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
 def _activate_backward_kernel(
     grad_ptr,
     pre_ptr,
     weights_ptr,
     pair_of_row_ptr,
+    offsets_ptr,
     grad_pre_ptr,
     weighted_ptr,
-    parts_ptr,
-    bias_ptr,
-    expert_of_row_ptr,
-    offsets_ptr,
+    grad_weights_ptr,
     width,
     alpha,
     limit,
-    HAS_BIAS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     E: tl.constexpr,
@@ -199,77 +163,21 @@ def _activate_backward_kernel(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     live = row < tl.load(offsets_ptr + E)
     pair = tl.load(pair_of_row_ptr + row, mask=live, other=0)
-    weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)
-    line = row[:, None].to(tl.int64)
-    bias = bias_ptr
-    if HAS_BIAS:
-        expert = tl.load(expert_of_row_ptr + row, mask=live, other=0)
-        bias = bias_ptr + expert[:, None].to(tl.int64) * 2 * width
+    weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)[:, None]
+    line, inside = row[:, None].to(tl.int64), live[:, None]
+    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
     total = tl.zeros((ROWS,), tl.float32)
     for first in range(0, width, BLOCK):
         n = first + tl.arange(0, BLOCK)
-        mask = live[:, None] & (n[None, :] < width)
-        grad = tl.load(grad_ptr + line * width + n[None, :], mask=mask, other=0.0).to(tl.float32)
-        total += through_activation(
-            grad,
-            weight,
-            line,
-            first,
-            live[:, None],
-            width,
-            pre_ptr,
-            bias,
-            grad_pre_ptr,
-            weighted_ptr,
-            alpha,
-            limit,
-            ACTIVATION,
-            INTERLEAVED,
-            HAS_BIAS,
-            NEED_WEIGHTED,
-            BLOCK,
-        )
-    tl.store(parts_ptr + row, total, mask=live)
-
-
-@triton.jit
-def through_activation(
-    grad,
-    weight,
-    line,
-    first,
-    live,
-    width,
-    pre_ptr,
-    bias,
-    grad_pre_ptr,
-    weighted_ptr,
-    alpha,
-    limit,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    NEED_WEIGHTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Stores the gradients of gate and up and the weighted activation; returns the rows' sums of grad * activation.
-
-    ``grad`` [R, BLOCK] is that of the unweighted activation from column ``first`` on, ``line`` and ``live`` [R, 1] say
-    which rows, ``bias`` [R, 1] points to the expert's bias if that is not in the pre-activations yet.
-    """
-    g, u = _load_gate_and_up(pre_ptr + line * 2 * width, first, live, width, INTERLEAVED, BLOCK)
-    if HAS_BIAS:
-        gate_bias, up_bias = _load_gate_and_up(bias, first, live, width, INTERLEAVED, BLOCK)
-        g += gate_bias
-        u += up_bias
-    out, by_g, by_u = _activate(g, u, alpha, limit, ACTIVATION)
-    weighted_grad = grad * weight[:, None]
-    base = grad_pre_ptr + line * 2 * width
-    store_gate_and_up(base, weighted_grad * by_g, weighted_grad * by_u, first, live, width, INTERLEAVED, BLOCK)
-    dtype: tl.constexpr = grad_pre_ptr.dtype.element_ty
-    out = out.to(dtype).to(tl.float32)
-    if NEED_WEIGHTED:
-        n = first + tl.arange(0, BLOCK)
-        place = weighted_ptr + line * width + n[None, :]
-        tl.store(place, (out * weight[:, None]).to(dtype), mask=live & (n[None, :] < width))
-    return tl.sum(grad * out, 1)
+        place, mask = line * width + n[None, :], inside & (n[None, :] < width)
+        grad = tl.load(grad_ptr + place, mask=mask, other=0.0).to(tl.float32)
+        g, u = _load_gate_and_up(pre_ptr + line * 2 * width, first, inside, width, INTERLEAVED, BLOCK)
+        out, by_g, by_u = activation_and_slopes(g, u, alpha, limit, ACTIVATION)
+        out = out.to(dtype).to(tl.float32)  # as the forward pass multiplied it
+        total += tl.sum(grad * out, 1)
+        grad *= weight
+        base = grad_pre_ptr + line * 2 * width
+        store_gate_and_up(base, grad * by_g, grad * by_u, first, inside, width, INTERLEAVED, BLOCK)
+        if NEED_WEIGHTED:
+            tl.store(weighted_ptr + place, (out * weight).to(dtype), mask=mask)
+    tl.store(grad_weights_ptr + pair, total, mask=live)

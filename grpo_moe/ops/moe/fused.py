@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .activation_kernels import Gate, activate, activate_backward
-from .fused_kernels import down_backward, gate_up
-from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, grouped_outer, tma_fits, torch_grouped_gemm
+from .activation_kernels import Gate, activate_backward
+from .fused_kernels import gate_up
+from .grouped_gemm import (
+    ExpertWeight,
+    Rows,
+    Tile,
+    grouped_gemm,
+    grouped_outer,
+    has_large_tiles,
+    tma_fits,
+    torch_grouped_outer,
+)
 from .routing import INTERPRET, Routing, route
-from .row_kernels import gather_rows, sum_by_expert, sum_over_slots, sum_weight_parts
+from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 
 Tensor = torch.Tensor
 GATHER_FROM = 64
@@ -39,8 +46,7 @@ def fused_experts(
     """:func:`grpo_moe.ops.moe_experts` by Triton kernels, without a host synchronisation.
 
     Args:
-        gemm: "triton"; "torch" for torch's grouped_mm in the projections (bf16 on Hopper or newer); or "auto", the
-            faster of the two for the shape.
+        gemm: "triton", or "auto" to leave the weights' gradients to torch's grouped_mm where it is faster.
     """
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
@@ -79,26 +85,16 @@ def _forward(
     memory_efficient: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, pre-activations (empty unless kept), and the tensors of the routing."""
-    experts = len(gate_up_proj)
-    tile = _tile("gate_up", top_k_index.numel() / experts, hidden_states)
+    experts = gate_up_proj.shape[0]
+    tile = tile_of("gate_up", top_k_index.numel() / experts, hidden_states)
     routing = route(top_k_index, experts, tile.block_m)
     gate = Gate(activation, interleaved, alpha, limit)
     up, down = ExpertWeight(gate_up_proj, transposed), ExpertWeight(down_proj, transposed)
-    rows = _sorted_rows(hidden_states, routing)
-    if _by_torch(gemm, routing, hidden_states, gate_up_proj, down_proj):
-        pre = torch_grouped_gemm(rows, up, routing)
-        del rows
-        post = activate(pre, gate_up_bias, gate, routing)
-        slots = torch_grouped_gemm(Rows(post, False), down, routing)
-    else:
-        if interleaved:  # gate and up share one accumulator, twice as wide
-            tile = replace(tile, block_n=max(16, tile.block_n // 2))
-        post, pre = gate_up(rows, up, gate_up_bias, gate, routing, tile, keep=keep)
-        del rows
-        slots = grouped_gemm(Rows(post, False), down, routing, _tile("down", routing.rows_an_expert, hidden_states))
-    bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
+    post, pre = gate_up(sorted_rows(hidden_states, routing), up, gate_up_bias, gate, routing, tile, keep=keep)
+    slots = grouped_gemm(Rows(post, False), down, routing, tile_of("gemm", routing.rows_an_expert, hidden_states))
     weights = top_k_weights.view(-1)
-    out = sum_over_slots(slots, routing, len(hidden_states), weights, hidden_states.dtype, **bias)
+    bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
+    out = sum_over_slots(slots, routing, hidden_states.shape[0], weights, hidden_states.dtype, **bias)
     numbers = (routing.pair_of_row, routing.row_of_pair, routing.expert_of_row, routing.expert_offsets)
     return out, pre if keep else hidden_states.new_empty(0), *numbers
 
@@ -144,41 +140,34 @@ def _compute_gradients(
     routing = Routing(*numbers, top_k_index.shape[1], len(gate_up_proj))
     need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
     grads = [grad.new_empty(0) for _ in needed]
-    grad_rows, weights = _sorted_rows(grad, routing), top_k_weights.view(-1)
+    grad_rows, weights = sorted_rows(grad, routing), top_k_weights.view(-1)
     if need_down_bias:
         grads[5] = sum_by_expert(grad_rows, routing, down_bias.dtype, weights=weights)
     if not any(needed[:5]):
         return tuple(grads)
     gate = Gate(activation, interleaved, alpha, limit)
     down = ExpertWeight(down_proj, not transposed)
-    keys = {"need_weighted": need_down, "out": pre if memory_efficient else None}
-    if _by_torch(gemm, routing, grad, gate_up_proj, down_proj):
-        grad_post = torch_grouped_gemm(grad_rows, down, routing)
-        through = activate_backward(grad_post, pre, gate_up_bias, weights, gate, routing, **keys)
-        del grad_post
-    else:
-        tile = _tile("down_backward", routing.rows_an_expert, grad)
-        through = down_backward(grad_rows, down, pre, weights, gate, routing, tile, **keys)
-    grad_pre, parts, weighted = through
-    del through
+    grad_post = grouped_gemm(grad_rows, down, routing, tile_of("gemm", routing.rows_an_expert, grad))
+    grad_pre, grad_weights, weighted = activate_backward(
+        grad_post, pre, weights, gate, routing, need_weighted=need_down, out=pre if memory_efficient else None
+    )
+    del grad_post
     if need_weights:
-        grads[3] = sum_weight_parts(parts, routing, torch.float32).view_as(top_k_weights)
+        grad_weights = grad_weights.view_as(top_k_weights)
         if down_bias is not None:
-            grads[3] += _bias_part(grad, down_bias, top_k_index)
-        grads[3] = grads[3].to(top_k_weights.dtype)
+            grad_weights += _bias_part(grad, down_bias, top_k_index)
+        grads[3] = grad_weights.to(top_k_weights.dtype)
     if need_down:
-        grads[2] = _outer((grad_rows, Rows(weighted, False)), transposed, routing, torch.empty_like(down_proj))
-    del grad_rows, weighted, parts
+        grads[2] = outer(grad_rows, Rows(weighted, False), transposed, routing, down_proj, gemm)
+    del grad_rows, weighted
     pre_rows = Rows(grad_pre, by_token=False)
     if need_up:
-        pair = (pre_rows, _sorted_rows(hidden_states, routing))
-        grads[1] = _outer(pair, transposed, routing, torch.empty_like(gate_up_proj))
-        del pair
+        grads[1] = outer(pre_rows, sorted_rows(hidden_states, routing), transposed, routing, gate_up_proj, gemm)
     if need_up_bias:
         grads[4] = sum_by_expert(pre_rows, routing, gate_up_bias.dtype)
     if need_hidden:
         up = ExpertWeight(gate_up_proj, not transposed)
-        slots = grouped_gemm(pre_rows, up, routing, _tile("up_backward", routing.rows_an_expert, grad))
+        slots = grouped_gemm(pre_rows, up, routing, tile_of("gemm", routing.rows_an_expert, grad))
         grads[0] = sum_over_slots(slots, routing, len(grad), None, hidden_states.dtype)
     return tuple(grads)
 
@@ -242,9 +231,20 @@ class _Experts(torch.autograd.Function):
         return _backward(ctx, grad, _compute_gradients)
 
 
-def _outer(pair: tuple[Rows, Rows], transposed: bool, routing: Routing, out: Tensor) -> Tensor:
-    left, right = pair[::-1] if transposed else pair
-    return grouped_outer(left, right, routing, _tile("outer", routing.rows_an_expert, out), out)
+def outer(left: Rows, right: Rows, transposed: bool, routing: Routing, weight: Tensor, gemm: str = "auto") -> Tensor:
+    """Gradient of a weight [E, N, K], [E, K, N] if ``transposed``: by expert, rows of left [N] times right [K].
+
+    Args:
+        gemm: "triton"; "auto" for torch's grouped_mm where that is faster: bf16 on Hopper or newer, many rows.
+    """
+    left, right = (right, left) if transposed else (left, right)
+    gathered = not (left.by_token or right.by_token)
+    aligned = all(size % 8 == 0 for size in weight.shape[1:])
+    if gemm == "auto" and gathered and aligned and weight.dtype == torch.bfloat16 and tma_fits(weight):
+        return torch_grouped_outer(left.values, right.values, routing)
+    return grouped_outer(
+        left, right, routing, tile_of("outer", routing.rows_an_expert, weight), torch.empty_like(weight)
+    )
 
 
 def _bias_part(grad: Tensor, down_bias: Tensor, top_k_index: Tensor) -> Tensor:
@@ -258,34 +258,34 @@ def _bias_part(grad: Tensor, down_bias: Tensor, top_k_index: Tensor) -> Tensor:
     return along.gather(1, top_k_index.clamp(0, experts - 1).long()).masked_fill(~routed, 0)
 
 
-def _sorted_rows(values: Tensor, routing: Routing) -> Rows:
+def sorted_rows(values: Tensor, routing: Routing) -> Rows:
     """Rows of tokens in the order of the routing: gathered once where an expert has many, else by the kernel."""
     if routing.rows_an_expert < GATHER_FROM:
         return Rows(values, by_token=True)
     return Rows(gather_rows(values, routing), by_token=False)
 
 
-def _by_torch(gemm: str, routing: Routing, rows: Tensor, gate_up_proj: Tensor, down_proj: Tensor) -> bool:
-    """Whether torch's grouped_mm runs the projections: the same answer in both passes, which share pre-activations."""
-    if gemm != "auto":
-        return gemm == "torch"
-    if not rows.is_cuda or rows.dtype != torch.bfloat16 or routing.rows_an_expert < GATHER_FROM:
-        return False
-    widths = {*gate_up_proj.shape[1:], *down_proj.shape[1:]}
-    return all(width % 8 == 0 for width in widths) and tma_fits(gate_up_proj) and tma_fits(down_proj)
+def tile_of(gemm: str, rows: float, like: Tensor) -> Tile:
+    """Block sizes of a GEMM for so many rows an expert; what is best was measured on an H200.
 
-
-def _tile(gemm: str, rows: float, like: Tensor) -> Tile:
-    """Block sizes by the GEMM, the rows an expert has on average, and the size of an element; measured on an H200."""
+    Args:
+        gemm: "gate_up" (columns of the result count, half of the product's), "gemm", or "outer".
+        rows: an expert has on average.
+        like: device and dtype.
+    """
     if INTERPRET:
         return Tile(16, 16, 16, 4, 1)
+    half = 2 if gemm == "gate_up" else 1
     if like.element_size() == 4:
-        return Tile(64, 64, 32, 4, 3)
+        return Tile(64, 64 // half, 32, 4, 3)
+    if not has_large_tiles(like.device):
+        return Tile(64, 64 // half, 64, 4, 3)
     if gemm == "outer":
-        return Tile(128, 256, 64, 8, 3) if rows >= GATHER_FROM else Tile(128, 128, 64, 8, 3)
-    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows < GATHER_FROM else 128
-    if block_m < 128:
-        return Tile(block_m, 64 if gemm == "gate_up" else 128, 128 if block_m == 16 else 64, 4, 4, programs=2)
-    if gemm in ("gate_up", "down_backward"):
-        return Tile(128, 128, 64, 8, 3 if gemm == "gate_up" else 4)
-    return Tile(128, 256, 64, 8, 4)
+        if rows >= GATHER_FROM:
+            return Tile(128, 128, 64, 8, 3, programs=2)
+        return Tile(128, 128, 16, 8, 2, programs=4) if rows <= 16 else Tile(128, 128, 32, 4, 2, programs=4)
+    if rows <= 16:
+        return Tile(16, 128 // half, 128, 4, 3, programs=2, tma=False)
+    if rows < GATHER_FROM:
+        return Tile(32 if rows <= 32 else 64, 128 // half, 64, 4, 4, programs=2)
+    return Tile(128, 256 // half, 64, 8, 4, flatten=True)

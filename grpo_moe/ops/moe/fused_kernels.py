@@ -1,4 +1,4 @@
-"""Triton GEMMs with the gated activation in their epilogue: forward, and backward through the down projection."""
+"""Triton GEMM of gate and up with the gated activation in its epilogue."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .activation_kernels import Gate, _activate, store_gate_and_up, through_activation
+from .activation_kernels import Gate, activation_and_slopes, store_gate_and_up
 from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
-from .routing import INTERPRET, Routing
+from .routing import Routing, cdiv
 
 
 def gate_up(
@@ -41,10 +41,10 @@ def gate_up(
     pre = rows.values.new_empty(routing.num_rows, twice) if keep else None
     if post.numel() == 0:
         return post, pre
-    a, a_tma = rows.operand(tile.block_m, tile.block_k)
-    b, b_tma = weight.operand(tile.block_n * (2 if gate.interleaved else 1), tile.block_k)
+    a, a_tma = rows.operand(tile.block_m, tile.block_k, tile.tma)
+    b, b_tma = gate_up_operand(weight, gate, tile)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(post.device, len(expert) * triton.cdiv(width, tile.block_n), tile)
+    programs = num_programs(post.device, expert.shape[0] * cdiv(width, tile.block_n), tile)
     _gate_up_kernel[(programs,)](
         a,
         b,
@@ -73,85 +73,11 @@ def gate_up(
     return post, pre
 
 
-def down_backward(
-    grad: Rows,
-    weight: ExpertWeight,
-    pre: torch.Tensor,
-    weights: torch.Tensor,
-    gate: Gate,
-    routing: Routing,
-    tile: Tile,
-    *,
-    need_weighted: bool,
-    out: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Through the down projection and the activation: from the output's gradient to that of the pre-activations.
-
-    Args:
-        grad: [.., H] gradient of the output of each token.
-        weight: the down projection seen backwards: rows [.., H] to [.., I].
-        pre: [num_rows, 2I] pre-activations.
-        weights: [N * K] routing weights by pair.
-        gate: activation and layout.
-        routing, tile: as in :func:`gate_up`.
-        need_weighted: also return the weighted activations, for the gradient of the down projection.
-        out: where the gradient of ``pre`` goes; may be ``pre`` itself.
-
-    Returns:
-        [num_rows, 2I] gradient of ``pre``; fp32 [column tiles, num_rows] parts of the routing weights' gradient, to be
-        summed over the tiles; [num_rows, I] weight * activation or None.
-    """
-    width, k = weight.shape
-    grad_pre = torch.empty_like(pre) if out is None else out
-    weighted = pre.new_empty(routing.num_rows, width) if need_weighted else None
-    tiles_n = triton.cdiv(width, tile.block_n)
-    parts = torch.empty(tiles_n, routing.num_rows, dtype=torch.float32, device=pre.device)
-    if pre.numel() == 0:
-        return grad_pre, parts, weighted
-    a, a_tma = grad.operand(tile.block_m, tile.block_k)
-    b, b_tma = weight.operand(tile.block_n, tile.block_k)
-    expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(pre.device, len(expert) * tiles_n, tile)
-    _down_backward_kernel[(programs,)](
-        a,
-        b,
-        pre,
-        weights,
-        grad_pre,
-        grad_pre if weighted is None else weighted,
-        parts,
-        routing.pair_of_row,
-        routing.expert_offsets,
-        expert,
-        first_row,
-        num_tiles,
-        width,
-        k,
-        routing.num_rows,
-        grad.values.stride(0),
-        routing.num_slots,
-        BY_TOKEN=grad.by_token,
-        A_TMA=a_tma,
-        B_TMA=b_tma,
-        INNER_FIRST=weight.inner_first,
-        NEED_WEIGHTED=need_weighted,
-        NUM_PROGRAMS=programs,
-        SUBTILES=1 if INTERPRET else max(1, tile.block_n // 32),
-        **gate.options(),
-        **tile.options(),
-    )
-    return grad_pre, parts, weighted
-
-
-@triton.jit
-def _halves(x):
-    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
-def _quarters(x):
-    a, b = _halves(x)
-    return _halves(a) + _halves(b)
+def gate_up_operand(weight: ExpertWeight, gate: Gate, tile: Tile):
+    """The weight as :func:`gate_up_product` loads it, and whether by TMA."""
+    if gate.interleaved:
+        return weight.operand(2 * tile.block_n, tile.block_k, tile.tma)
+    return weight.split_operand(tile.block_n, tile.block_k, tile.tma)
 
 
 @triton.jit
@@ -184,125 +110,108 @@ def _gate_up_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FLATTEN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tiles_n = tl.cdiv(WIDTH, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
-        expert = tl.load(tile_expert_ptr + tile // tiles_n)
-        row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
-        end = tl.load(offsets_ptr + expert + 1)
-        row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
-        source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
-        if INTERLEAVED:
-            both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
-            for k0 in tl.range(0, K, BLOCK_K):
-                x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
-                w = weight_tile(b, expert, 2 * n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, 2 * BLOCK_N, BLOCK_K)
-                both = multiply(x, w, both, INTERPRET)
-            g, u = both.reshape(BLOCK_M, BLOCK_N, 2).split()
-            gate_column, up_column = 2 * n, 2 * n + 1
-        else:
-            g = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            u = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-            for k0 in tl.range(0, K, BLOCK_K):
-                x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
-                w = weight_tile(b, expert, n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
-                v = weight_tile(b, expert, WIDTH + n0, k0, 2 * WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
-                g = multiply(x, w, g, INTERPRET)
-                u = multiply(x, v, u, INTERPRET)
-            gate_column, up_column = n, WIDTH + n
-        if HAS_BIAS:
-            base = bias_ptr + expert.to(tl.int64) * 2 * WIDTH
-            g += tl.load(base + gate_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-            u += tl.load(base + up_column, mask=n < WIDTH, other=0.0).to(tl.float32)[None, :]
-        live, line = row[:, None] < end, row[:, None].to(tl.int64)
-        dtype: tl.constexpr = post_ptr.dtype.element_ty
-        if KEEP:
-            # what is kept is what is activated, so that the backward pass meets the same numbers
-            g, u = g.to(dtype), u.to(dtype)
-            store_gate_and_up(pre_ptr + line * 2 * WIDTH, g, u, n0, live, WIDTH, INTERLEAVED, BLOCK_N)
-        out, _, _ = _activate(g.to(tl.float32), u.to(tl.float32), alpha, limit, ACTIVATION)
-        tl.store(post_ptr + line * WIDTH + n[None, :], out.to(dtype), mask=live & (n[None, :] < WIDTH))
-
-
-@triton.jit
-def _down_backward_kernel(
-    a,
-    b,
-    pre_ptr,
-    weights_ptr,
-    grad_pre_ptr,
-    weighted_ptr,
-    parts_ptr,
-    pair_of_row_ptr,
-    offsets_ptr,
-    tile_expert_ptr,
-    tile_row_ptr,
-    num_tiles_ptr,
-    WIDTH,
-    K,
-    num_rows,
-    stride_a,
-    num_slots,
-    alpha,
-    limit,
-    ACTIVATION: tl.constexpr,
-    INTERLEAVED: tl.constexpr,
-    BY_TOKEN: tl.constexpr,
-    A_TMA: tl.constexpr,
-    B_TMA: tl.constexpr,
-    INNER_FIRST: tl.constexpr,
-    NEED_WEIGHTED: tl.constexpr,
-    NUM_PROGRAMS: tl.constexpr,
-    SUBTILES: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    INTERPRET: tl.constexpr,
-):
-    tiles_n = tl.cdiv(WIDTH, BLOCK_N)
-    PART: tl.constexpr = BLOCK_N // SUBTILES
-    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
+    dtype: tl.constexpr = post_ptr.dtype.element_ty
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS, flatten=FLATTEN):
         expert = tl.load(tile_expert_ptr + tile // tiles_n)
         row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
         end = tl.load(offsets_ptr + expert + 1)
         row = row0 + tl.arange(0, BLOCK_M)
         source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
-        acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for k0 in tl.range(0, K, BLOCK_K):
-            x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
-            w = weight_tile(b, expert, n0, k0, WIDTH, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
-            acc = multiply(x, w, acc, INTERPRET)
-        live = row < end
-        pair = tl.load(pair_of_row_ptr + row, mask=live, other=0)
-        weight = tl.load(weights_ptr + pair, mask=live, other=0.0).to(tl.float32)
-        # in column parts: the whole epilogue at once spills registers
-        if SUBTILES == 4:
-            parts = _quarters(acc)
-        elif SUBTILES == 2:
-            parts = _halves(acc)
+        both = gate_up_product(
+            a,
+            b,
+            source,
+            expert,
+            row0,
+            n0,
+            WIDTH,
+            K,
+            stride_a,
+            INTERLEAVED,
+            A_TMA,
+            B_TMA,
+            INNER_FIRST,
+            BLOCK_M,
+            BLOCK_N,
+            BLOCK_K,
+            INTERPRET,
+        )
+        if HAS_BIAS:
+            both += gate_up_bias(bias_ptr, expert, n0, WIDTH, INTERLEAVED, BLOCK_N)
+        # what is kept is what is activated, so that the backward pass meets the same numbers
+        g, u = split_gate_and_up(both.to(dtype), INTERLEAVED, BLOCK_M, BLOCK_N)
+        live, line = row[:, None] < end, row[:, None].to(tl.int64)
+        if KEEP:
+            store_gate_and_up(pre_ptr + line * 2 * WIDTH, g, u, n0, live, WIDTH, INTERLEAVED, BLOCK_N)
+        out, _, _ = activation_and_slopes(g.to(tl.float32), u.to(tl.float32), alpha, limit, ACTIVATION)
+        n = n0 + tl.arange(0, BLOCK_N)
+        tl.store(post_ptr + line * WIDTH + n[None, :], out.to(dtype), mask=live & (n[None, :] < WIDTH))
+
+
+@triton.jit
+def gate_up_product(
+    a,
+    b,
+    source,
+    expert,
+    row0,
+    n0,
+    WIDTH,
+    K,
+    stride_a,
+    INTERLEAVED: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    INNER_FIRST: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """[BLOCK_M, 2 * BLOCK_N] fp32: gate and up of BLOCK_N columns in one product twice as wide."""
+    both = tl.zeros((BLOCK_M, 2 * BLOCK_N), tl.float32)
+    column, inside = _columns(n0, WIDTH, INTERLEAVED, BLOCK_N)
+    for k0 in tl.range(0, K, BLOCK_K):
+        x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
+        if INTERLEAVED or not B_TMA:
+            n, N = 2 * n0, 2 * WIDTH
+            w = weight_tile(b, expert, n, k0, column, inside, N, K, B_TMA, INNER_FIRST, 2 * BLOCK_N, BLOCK_K)
+        elif INNER_FIRST:
+            w = b.load([expert, k0, 0, n0]).reshape(BLOCK_K, 2 * BLOCK_N)
         else:
-            parts = (acc,)
-        total = tl.zeros((BLOCK_M,), tl.float32)
-        line = row[:, None].to(tl.int64)
-        for i in tl.static_range(SUBTILES):
-            total += through_activation(
-                parts[i],
-                weight,
-                line,
-                n0 + i * PART,
-                live[:, None],
-                WIDTH,
-                pre_ptr,
-                pre_ptr,
-                grad_pre_ptr,
-                weighted_ptr,
-                alpha,
-                limit,
-                ACTIVATION,
-                INTERLEAVED,
-                False,
-                NEED_WEIGHTED,
-                PART,
-            )
-        tl.store(parts_ptr + (tile % tiles_n).to(tl.int64) * num_rows + row, total, mask=live)
+            w = b.load([expert, 0, n0, k0]).reshape(2 * BLOCK_N, BLOCK_K).T
+        both = multiply(x, w, both, INTERPRET)
+    return both
+
+
+@triton.jit
+def gate_up_bias(bias_ptr, expert, n0, WIDTH, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[1, 2 * BLOCK_N] fp32: the bias of the columns of :func:`gate_up_product`."""
+    column, inside = _columns(n0, WIDTH, INTERLEAVED, BLOCK_N)
+    bias = tl.load(bias_ptr + expert.to(tl.int64) * 2 * WIDTH + column, mask=inside, other=0.0)
+    return bias.to(tl.float32)[None, :]
+
+
+@triton.jit
+def split_gate_and_up(both, INTERLEAVED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Gate and up, [BLOCK_M, BLOCK_N] each, of :func:`gate_up_product`."""
+    if INTERLEAVED:
+        return both.reshape(BLOCK_M, BLOCK_N, 2).split()
+    else:
+        return both.reshape(BLOCK_M, 2, BLOCK_N).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _columns(n0, WIDTH, INTERLEAVED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """[2 * BLOCK_N]: where the accumulator's columns stand in gate_up, and whether they exist."""
+    number = tl.arange(0, 2 * BLOCK_N)
+    if INTERLEAVED:
+        column = 2 * n0 + number
+        return column, column < 2 * WIDTH
+    else:
+        n = n0 + number % BLOCK_N
+        return number // BLOCK_N * WIDTH + n, n < WIDTH

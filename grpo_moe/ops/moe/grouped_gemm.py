@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .routing import INTERPRET, Routing
+from .routing import INTERPRET, Routing, cdiv
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,11 @@ class Tile:
     num_warps: int
     num_stages: int
     programs: int = 1
-    """Persistent programs a multiprocessor: two hide the latency of tiles that only read weights."""
+    """Persistent programs a multiprocessor: more hide the latency of tiles that hardly compute."""
+    flatten: bool = False
+    """Whether the next tile's loads begin before this one's results are stored."""
+    tma: bool = True
+    """Whether to load by TMA what it can load; without it the host launches faster."""
 
     def options(self) -> dict:
         """Keyword arguments of a launch."""
@@ -33,6 +37,7 @@ class Tile:
             "BLOCK_K": self.block_k,
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
+            "FLATTEN": self.flatten,
             "INTERPRET": INTERPRET,
         }
 
@@ -45,9 +50,9 @@ class Rows:
     """[num_rows or N, D], last stride 1."""
     by_token: bool
 
-    def operand(self, block_m: int, block_k: int):
-        """What a kernel loads tiles from, and whether it does so by TMA: gathered rows cannot."""
-        if self.by_token or not tma_fits(self.values):
+    def operand(self, block_m: int, block_k: int, tma: bool):
+        """What a kernel loads tiles from, and whether it does so by TMA: rows by token cannot."""
+        if self.by_token or not (tma and tma_fits(self.values)):
             return self.values, False
         return TensorDescriptor(
             self.values, list(self.values.shape), [self.values.stride(0), 1], [block_m, block_k]
@@ -67,12 +72,20 @@ class ExpertWeight:
         n, k = self.values.shape[1:]
         return (k, n) if self.inner_first else (n, k)
 
-    def operand(self, block_n: int, block_k: int):
+    def operand(self, block_n: int, block_k: int, tma: bool):
         """As :meth:`Rows.operand`."""
-        if not tma_fits(self.values):
+        if not (tma and tma_fits(self.values)):
             return self.values, False
         block = [1, block_k, block_n] if self.inner_first else [1, block_n, block_k]
         return TensorDescriptor(self.values, list(self.values.shape), list(self.values.stride()), block), True
+
+    def split_operand(self, block_n: int, block_k: int, tma: bool):
+        """As :meth:`operand` of a weight whose N is [gate; up]: a tile is ``block_n`` gates and their ups."""
+        values = self.values.unflatten(2 if self.inner_first else 1, (2, -1))  # [E, 2, I, K] or [E, K, 2, I]
+        if not (tma and tma_fits(values)):
+            return self.values, False
+        block = [1, block_k, 2, block_n] if self.inner_first else [1, 2, block_n, block_k]
+        return TensorDescriptor(values, list(values.shape), list(values.stride()), block), True
 
 
 def tma_fits(x: torch.Tensor) -> bool:
@@ -87,10 +100,10 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
     out = rows.values.new_empty(routing.num_rows, n)
     if out.numel() == 0:
         return out
-    a, a_tma = rows.operand(tile.block_m, tile.block_k)
-    b, b_tma = weight.operand(tile.block_n, tile.block_k)
+    a, a_tma = rows.operand(tile.block_m, tile.block_k, tile.tma)
+    b, b_tma = weight.operand(tile.block_n, tile.block_k, tile.tma)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(out.device, len(expert) * triton.cdiv(n, tile.block_n), tile)
+    programs = num_programs(out.device, expert.shape[0] * cdiv(n, tile.block_n), tile)
     _grouped_gemm_kernel[(programs,)](
         a,
         b,
@@ -114,20 +127,14 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
     return out
 
 
-def torch_grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing) -> torch.Tensor:
-    """As :func:`grouped_gemm` of sorted rows by torch's grouped_mm, bf16 on a GPU; garbage after the last pair."""
-    values = weight.values if weight.inner_first else weight.values.transpose(1, 2)  # [E, K, N]
-    return torch._grouped_mm(rows.values, values, offs=routing.expert_offsets[1:])
-
-
 def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: torch.Tensor) -> torch.Tensor:
     """out [E, M, N]: sum over the expert's rows of left [M] times right [N]; zeros for an expert without rows."""
     experts, m, n = out.shape
     if out.numel() == 0:
         return out
-    tiles = experts * triton.cdiv(m, tile.block_m) * triton.cdiv(n, tile.block_n)
-    a, a_tma = left.operand(tile.block_k, tile.block_m)
-    b, b_tma = right.operand(tile.block_k, tile.block_n)
+    tiles = experts * cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
+    a, a_tma = left.operand(tile.block_k, tile.block_m, tile.tma)
+    b, b_tma = right.operand(tile.block_k, tile.block_n, tile.tma)
     programs = num_programs(out.device, tiles, tile)
     _grouped_outer_kernel[(programs,)](
         a,
@@ -153,6 +160,11 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
     return out
 
 
+def torch_grouped_outer(left: torch.Tensor, right: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """As :func:`grouped_outer` of sorted rows left [num_rows, M] and right [num_rows, N] by torch's grouped_mm."""
+    return torch._grouped_mm(left.T, right, offs=routing.expert_offsets[1:])
+
+
 def num_programs(device: torch.device, most: int, tile: Tile) -> int:
     """Programs of a persistent kernel that has at most ``most`` tiles."""
     return max(1, min(most, 4 if INTERPRET else tile.programs * _device(device)[0]))
@@ -163,6 +175,12 @@ def _device(device: torch.device) -> tuple[int, bool]:
     """Multiprocessors of a GPU, and whether it has a tensor memory accelerator."""
     properties = torch.cuda.get_device_properties(device)
     return properties.multi_processor_count, properties.major >= 9
+
+
+@functools.cache
+def has_large_tiles(device: torch.device) -> bool:
+    """Whether a multiprocessor has the shared memory of a Hopper H100: 227 KiB a program."""
+    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin >= 232_448
 
 
 @triton.jit
@@ -186,18 +204,32 @@ def row_tile(a, source, row0, k0, K, stride, TMA: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def weight_tile(
-    b, expert, n0, k0, N, K, TMA: tl.constexpr, INNER_FIRST: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
+    b,
+    expert,
+    n0,
+    k0,
+    n,
+    inside,
+    N,
+    K,
+    TMA: tl.constexpr,
+    INNER_FIRST: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):
-    """[BLOCK_K, BLOCK_N] of an expert's weight, zeros beyond its last row and column."""
+    """[BLOCK_K, BLOCK_N] of an expert's weight, zeros beyond its last row and column.
+
+    By TMA from column ``n0`` on; else the columns ``n`` that are ``inside``.
+    """
     if TMA:
         if INNER_FIRST:
             return b.load([expert, k0, n0]).reshape(BLOCK_K, BLOCK_N)
         else:
             return b.load([expert, n0, k0]).reshape(BLOCK_N, BLOCK_K).T
     else:
-        n, k = n0 + tl.arange(0, BLOCK_N), k0 + tl.arange(0, BLOCK_K)
+        k = k0 + tl.arange(0, BLOCK_K)
         base = b + expert.to(tl.int64) * N * K
-        mask = (k[:, None] < K) & (n[None, :] < N)
+        mask = (k[:, None] < K) & inside[None, :]
         if INNER_FIRST:
             return tl.load(base + k[:, None].to(tl.int64) * N + n[None, :], mask=mask, other=0.0)
         else:
@@ -234,21 +266,21 @@ def _grouped_gemm_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FLATTEN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tiles_n = tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tl.load(num_tiles_ptr) * tiles_n, NUM_PROGRAMS, flatten=FLATTEN):
         expert = tl.load(tile_expert_ptr + tile // tiles_n)
         row0, n0 = tl.load(tile_row_ptr + tile // tiles_n), (tile % tiles_n) * BLOCK_N
         end = tl.load(offsets_ptr + expert + 1)
-        row = row0 + tl.arange(0, BLOCK_M)
+        row, n = row0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
         source = source_rows(row, end, pair_of_row_ptr, num_slots, BY_TOKEN)
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
         for k0 in tl.range(0, K, BLOCK_K):
             x = row_tile(a, source, row0, k0, K, stride_a, A_TMA, BLOCK_K)
-            w = weight_tile(b, expert, n0, k0, N, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
+            w = weight_tile(b, expert, n0, k0, n, n < N, N, K, B_TMA, INNER_FIRST, BLOCK_N, BLOCK_K)
             acc = multiply(x, w, acc, INTERPRET)
-        n = n0 + tl.arange(0, BLOCK_N)
         place = row[:, None].to(tl.int64) * N + n[None, :]
         tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=(row[:, None] < end) & (n[None, :] < N))
 
@@ -283,10 +315,11 @@ def _grouped_outer_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    FLATTEN: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     tiles_m, tiles_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS):
+    for tile in tl.range(tl.program_id(0), tiles, NUM_PROGRAMS, flatten=FLATTEN):
         expert = tile // (tiles_m * tiles_n)
         inner = tile % (tiles_m * tiles_n)
         m0, n0 = (inner // tiles_n) * BLOCK_M, (inner % tiles_n) * BLOCK_N

@@ -35,8 +35,8 @@ def stacked_experts(
     outputs = []
     for expert, (x, up, down) in enumerate(zip(inputs, gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
         if tokens_per_expert[expert]:
-            gate_up = _linear(x, up, gate_up_bias, expert, transposed)
-            outputs.append(_linear(act(gate_up), down, down_bias, expert, transposed))
+            gate_up = expert_linear(x, up, gate_up_bias, expert, transposed)
+            outputs.append(expert_linear(act(gate_up), down, down_bias, expert, transposed))
     if not outputs:  # nothing is routed: zeros that keep every input in the graph
         unused = [gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
         return hidden_states * 0 + sum(t.sum() * 0 for t in unused if t is not None).to(hidden_states.dtype)
@@ -47,7 +47,8 @@ def stacked_experts(
     return summed.sum(1, dtype=torch.promote_types(weighted.dtype, torch.float32)).to(hidden_states.dtype)
 
 
-def _linear(x, weight, bias, expert, transposed):
+def expert_linear(x, weight, bias, expert, transposed):
+    """x [M, K] by one expert's weight [N, K] ([K, N] if transposed), plus its row of the bias [E, N]."""
     out = x @ (weight if transposed else weight.T)
     return out if bias is None else out + bias[expert]
 

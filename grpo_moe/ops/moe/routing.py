@@ -18,6 +18,16 @@ ONE_LAUNCH = 64 if INTERPRET else 4096
 """Pairs up to which every program compares its own with all others: a launch costs more than that."""
 
 
+def cdiv(a: int, b: int) -> int:
+    """a / b rounded up; Triton's own takes microseconds, as long as a launch in all."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
 @dataclass(frozen=True)
 class Routing:
     """Pairs (token n, slot k), numbered n * K + k, in rows sorted by expert; skipped slots have no row.
@@ -42,7 +52,7 @@ class Routing:
     @property
     def num_rows(self) -> int:
         """N * K, the most rows there can be."""
-        return len(self.pair_of_row)
+        return self.pair_of_row.shape[0]
 
     @property
     def rows_an_expert(self) -> float:
@@ -60,15 +70,15 @@ class Routing:
 
     def _make_tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         tiles = _empty_tiles(self.num_rows, self.num_experts, block_m, self.expert_offsets.device)
-        most, block = len(tiles[0]), 16 if INTERPRET else 128
+        most, block = tiles[0].shape[0], 16 if INTERPRET else 128
         if most:
-            _tiles_kernel[(triton.cdiv(most, block),)](
+            _tiles_kernel[(cdiv(most, block),)](
                 self.expert_offsets,
                 *tiles,
                 most,
                 block_m,
                 E=self.num_experts,
-                BLOCK_E=triton.next_power_of_2(self.num_experts),
+                BLOCK_E=next_power_of_2(self.num_experts),
                 BLOCK=block,
             )
         return tiles
@@ -84,17 +94,17 @@ def route(top_k_index: torch.Tensor, num_experts: int, block_m: int | None = Non
     rows = [torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(3)]
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
     routing = Routing(*rows, offsets, top_k_index.shape[1], num_experts)
-    shape = {"E": num_experts, "BLOCK_E": triton.next_power_of_2(num_experts + 1)}
+    shape = {"E": num_experts, "BLOCK_E": next_power_of_2(num_experts + 1)}
     if pairs <= ONE_LAUNCH:
         tiles = (rows[0],) * 3 if block_m is None else _empty_tiles(pairs, num_experts, block_m, device)
-        most = 0 if block_m is None else len(tiles[0])
-        _route_kernel[(1 + triton.cdiv(pairs, FEW_PAIRS),)](
+        most = 0 if block_m is None else tiles[0].shape[0]
+        _route_kernel[(1 + cdiv(pairs, FEW_PAIRS),)](
             flat, *rows, offsets, *tiles, pairs, most, block_m or 1, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD
         )
         if block_m is not None:
             routing._tiles[block_m] = tiles
         return routing
-    blocks = triton.cdiv(pairs, PAIRS)
+    blocks = cdiv(pairs, PAIRS)
     counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
     _count_kernel[(blocks,)](flat, counts, pairs, **shape, PAIRS=PAIRS)
     _scan_kernel[(num_experts,)](counts, offsets, blocks, E=num_experts, BLOCK=64 if INTERPRET else 1024)

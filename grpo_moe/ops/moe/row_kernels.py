@@ -1,4 +1,4 @@
-"""Triton passes between tokens and sorted rows: gather, and the sums over slots, column tiles and experts."""
+"""Triton passes between tokens and sorted rows: gather, and the sums over slots and experts."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import triton
 import triton.language as tl
 
 from .grouped_gemm import Rows, source_rows
-from .routing import INTERPRET, Routing
+from .routing import INTERPRET, Routing, cdiv, next_power_of_2
 
 
 def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
     """[num_rows, D]: the row of ``values`` [N, D] of each sorted row's token; garbage after the last pair."""
     tokens, width = values.shape
     out = values.new_empty(routing.num_rows, width)
-    block = min(triton.next_power_of_2(width), 32 if INTERPRET else 2048)
+    block = min(next_power_of_2(width), 32 if INTERPRET else 2048)
     if out.numel():
-        _gather_rows_kernel[(tokens, triton.cdiv(width, block))](
+        _gather_rows_kernel[(tokens, cdiv(width, block))](
             values, routing.row_of_pair, out, width, values.stride(0), K=routing.num_slots, BLOCK=block, num_warps=4
         )
     return out
@@ -36,9 +36,9 @@ def sum_over_slots(
     ``weights`` [N * K] if given, summed in fp32 in the order of the slots."""
     width = values.shape[1]
     out = torch.empty(num_tokens, width, dtype=dtype, device=values.device)
-    block = min(triton.next_power_of_2(width), 64 if INTERPRET else 2048)
+    block = min(next_power_of_2(width), 64 if INTERPRET else 2048)
     if out.numel():
-        _sum_over_slots_kernel[(num_tokens, triton.cdiv(width, block))](
+        _sum_over_slots_kernel[(num_tokens, cdiv(width, block))](
             values,
             routing.row_of_pair,
             values if weights is None else weights,
@@ -55,18 +55,6 @@ def sum_over_slots(
     return out
 
 
-def sum_weight_parts(parts: torch.Tensor, routing: Routing, dtype: torch.dtype) -> torch.Tensor:
-    """[N * K]: sums of parts [tiles, num_rows] at each pair's row; 0 for a skipped slot."""
-    tiles, rows = parts.shape
-    out = torch.empty(rows, dtype=dtype, device=parts.device)
-    block = 64 if INTERPRET else 256
-    if rows:
-        _sum_weight_parts_kernel[(triton.cdiv(rows, block),)](
-            parts, routing.row_of_pair, out, rows, TILES=tiles, BLOCK=block
-        )
-    return out
-
-
 def sum_by_expert(
     rows: Rows, routing: Routing, dtype: torch.dtype, *, weights: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -75,7 +63,7 @@ def sum_by_expert(
     out = torch.empty(routing.num_experts, width, dtype=dtype, device=rows.values.device)
     block = 16 if INTERPRET else 32
     if out.numel():
-        _sum_by_expert_kernel[(routing.num_experts, triton.cdiv(width, block))](
+        _sum_by_expert_kernel[(routing.num_experts, cdiv(width, block))](
             rows.values,
             routing.pair_of_row,
             rows.values if weights is None else weights,
@@ -131,16 +119,6 @@ def _sum_over_slots_kernel(
             value *= tl.load(weights_ptr + token * K + slot).to(tl.float32)
         total += tl.where(column < last, value, 0.0)
     tl.store(out_ptr + token * width + column, total.to(out_ptr.dtype.element_ty), mask=column < width)
-
-
-@triton.jit
-def _sum_weight_parts_kernel(parts_ptr, row_of_pair_ptr, out_ptr, rows, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    row = tl.load(row_of_pair_ptr + pair, mask=pair < rows, other=-1)
-    total = tl.zeros((BLOCK,), tl.float32)
-    for tile in range(TILES):
-        total += tl.load(parts_ptr + tile * rows.to(tl.int64) + row, mask=row >= 0, other=0.0)
-    tl.store(out_ptr + pair, total.to(out_ptr.dtype.element_ty), mask=pair < rows)
 
 
 @triton.jit

@@ -96,24 +96,20 @@ def test_activations_layouts_and_biases_equal_float64(activation, layout, transp
     assert_close(outcome(tensors, upstream, torch.float32, **options), truth, torch.float32)
 
 
-@pytest.mark.parametrize("bias", [False, True])
-def test_projections_by_torch_equal_those_by_triton(bias, monkeypatch):
-    def loop(rows, weight, plan):
-        values = weight.values if weight.inner_first else weight.values.transpose(1, 2)
-        out = rows.values.new_full((plan.num_rows, values.shape[2]), math.nan)
-        for e, (a, b) in enumerate(itertools.pairwise(plan.expert_offsets.tolist())):
-            out[a:b] = rows.values[a:b] @ values[e]
-        return out
+def test_weight_gradients_by_torch_equal_those_by_triton(monkeypatch):
+    def loop(left, right, plan):
+        bounds = itertools.pairwise(plan.expert_offsets.tolist())
+        return torch.stack([left[a:b].T @ right[a:b] for a, b in bounds])
 
     if not ON_GPU:
-        monkeypatch.setattr(fused, "torch_grouped_gemm", loop)  # torch has it on a GPU only
+        monkeypatch.setattr(fused, "torch_grouped_outer", loop)  # torch has it on a GPU only
     monkeypatch.setattr(fused, "GATHER_FROM", 0)
-    monkeypatch.setattr(fused, "_by_torch", lambda *given: True)
-    dtype = torch.bfloat16
-    tensors, upstream = make(12, 3, 32, 16, 2, bias=bias, dtype=dtype)
-    options = {"activation": "gpt_oss", "layout": "interleaved"}
-    truth = outcome(tensors, upstream, torch.float64, **options)
-    assert_close(outcome(tensors, upstream, dtype, **options), truth, dtype)
+    for experts, transposed in ((3, False), (64, True)):  # without rows for most of the 64
+        tensors, upstream = make(12, experts, 32, 16, 2, transposed=transposed, dtype=torch.bfloat16)
+        poison = [torch.full_like(tensors[n], math.nan) for n in NAMES[1:3]]
+        del poison  # what a new tensor finds in its memory
+        truth = outcome(tensors, upstream, torch.float64, transposed=transposed)
+        assert_close(outcome(tensors, upstream, torch.bfloat16, transposed=transposed), truth, torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -314,8 +310,7 @@ def test_gpu_four_and_eight_warps_agree(monkeypatch):
     made = []
     for warps in (4, 8):
         tile = grouped_gemm.Tile(64, 64, 64, warps, 3)
-        monkeypatch.setattr(fused, "_tile", lambda *given, tile=tile: tile)
-        monkeypatch.setattr(fused, "_by_torch", lambda *given: False)
+        monkeypatch.setattr(fused, "tile_of", lambda *given, tile=tile: tile)
         made.append(outcome(tensors, upstream, torch.bfloat16))
     for name, x in made[0].items():
         assert (x - made[1][name]).abs().max() <= 1e-2 * x.abs().max()

@@ -2,9 +2,10 @@ import itertools
 
 import pytest
 import torch
+from expert_cases import DEVICE
 from torch.nn import functional as F
 
-from grpo_moe.ops import moe_experts
+from grpo_moe.ops import moe, moe_experts
 
 
 def make(tokens=7, experts=4, hidden=6, intermediate=5, slots=2, biases=False, transposed=False, dtype=torch.float64):
@@ -151,8 +152,25 @@ def test_repeats_to_the_bit_in_bf16():
         ({"top_k_index": torch.full((7, 2), 5)}, "top_k_index must be in"),
         ({"top_k_index": torch.full((7, 2), -2)}, "top_k_index must be in"),
         ({"top_k_weights": torch.ones(7, 3)}, "top_k_weights must be of shape"),
+        ({"hidden_states": torch.ones(7)}, "hidden_states must have 2 dimensions"),
+        ({"impl": "single_pass", "activation": torch.add}, "impl='single_pass' knows activations by name only"),
+        ({"impl": "triton_grouped", "activation": torch.add}, "use impl='fused' or 'stacked'"),
     ],
 )
 def test_wrong_use_is_named(change, message):
     with pytest.raises(ValueError, match=message):
         moe_experts(**{**make(), **change})
+
+
+@pytest.mark.parametrize("impl", ["triton_grouped", "single_pass"])
+def test_missing_triton_is_named(impl, monkeypatch):
+    monkeypatch.setattr(moe, "HAS_TRITON", False)
+    with pytest.raises(ImportError, match=f"impl='{impl}' needs Triton, .* use impl='stacked'"):
+        moe_experts(**make(), impl=impl)
+
+
+@pytest.mark.parametrize("impl", ["triton_grouped", "single_pass"])
+def test_every_implementation_is_reached_by_its_name(impl):
+    tensors = {name: x.to(DEVICE, torch.float32 if x.is_floating_point() else None) for name, x in make().items()}
+    expected = moe_experts(**tensors, impl="stacked")
+    torch.testing.assert_close(moe_experts(**tensors, impl=impl), expected, rtol=1e-4, atol=1e-5)
