@@ -143,19 +143,22 @@ def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_ind
     if experts == 0:
         raise ValueError("down_proj must hold at least one expert, got E = 0; skip the layer where there is none")
     wide, tall = (2 * intermediate, width), (width, intermediate)
-    expected = {
-        "gate_up_proj": (gate_up_proj, (experts, *(wide[::-1] if transposed else wide))),
-        "down_proj": (down_proj, (experts, *(tall[::-1] if transposed else tall))),
-        "top_k_index": (top_k_index, (tokens, slots)),
-        "top_k_weights": (top_k_weights, (tokens, slots)),
-        "gate_up_bias": (up_bias, (experts, 2 * intermediate)),
-        "down_bias": (down_bias, (experts, width)),
-    }
-    for name, (tensor, shape) in expected.items():
-        if tensor is not None and tuple(tensor.shape) != shape:
-            raise ValueError(f"{name} must be of shape {shape}, got {tuple(tensor.shape)}; see layout and transposed")
+    up_shape, down_shape = ((experts, *(shape[::-1] if transposed else shape)) for shape in (wide, tall))
+    for name, x, shape in (
+        ("gate_up_proj", gate_up_proj, up_shape),
+        ("down_proj", down_proj, down_shape),
+        ("top_k_index", top_k_index, (tokens, slots)),
+        ("top_k_weights", top_k_weights, (tokens, slots)),
+        ("gate_up_bias", up_bias, (experts, 2 * intermediate)),
+        ("down_bias", down_bias, (experts, width)),
+    ):
+        if x is not None and x.shape != shape:
+            raise ValueError(f"{name} must be of shape {shape}, got {tuple(x.shape)}; see layout and transposed")
+        if x is not None and x.device != hidden.device:
+            raise ValueError(f"{name} must be on {hidden.device} as hidden_states, got {x.device}; move it there")
     if not torch.is_autocast_enabled(hidden.device.type):
-        for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
-            x = expected[name][0]
+        parameters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
+        parameters |= {"gate_up_bias": up_bias, "down_bias": down_bias}
+        for name, x in parameters.items():
             if x is not None and x.dtype != hidden.dtype:
                 raise ValueError(f"{name} must be {hidden.dtype} as hidden_states, got {x.dtype}; cast it or autocast")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
@@ -51,10 +54,24 @@ def fused_experts(
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     given = [None if t is None else t.contiguous() for t in (*tensors, top_k_index)]
-    options = (activation, layout == "interleaved", transposed, alpha, limit, gemm, keep, memory_efficient)
+    options = Options(Gate(activation, layout == "interleaved", alpha, limit), transposed, gemm, memory_efficient)
     if _is_traced(given):
-        return _experts(*given, *options)[0]
-    return _Experts.apply(*given, *options) if keep else _forward(*given, *options)[0]
+        return _experts(*given, *options.flat(), keep)[0]
+    return _Experts.apply(*given, options) if keep else _run(given, options, keep)[0]
+
+
+class Options(NamedTuple):
+    """What is not a tensor."""
+
+    gate: Gate
+    transposed: bool
+    gemm: str
+    memory_efficient: bool
+
+    def flat(self) -> tuple:
+        """As the operators take them."""
+        gate = self.gate
+        return gate.activation, gate.interleaved, gate.alpha, gate.limit, *self[1:]
 
 
 def _is_traced(tensors: list[Tensor | None]) -> bool:
@@ -67,7 +84,91 @@ def _is_traced(tensors: list[Tensor | None]) -> bool:
     return any(type(t) not in (Tensor, torch.nn.Parameter) for t in tensors if t is not None)
 
 
-def _forward(
+def _run(tensors: Sequence[Tensor | None], options: Options, keep: bool) -> tuple[Tensor, Tensor | None, Routing]:
+    """Output, pre-activations (None unless kept), routing."""
+    hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index = tensors
+    experts, transposed = gate_up_proj.shape[0], options.transposed
+    tile = tile_of("gate_up", top_k_index.numel() / experts, hidden_states)
+    routing = route(top_k_index, experts, tile.block_m)
+    rows, up = sorted_rows(hidden_states, routing), ExpertWeight(gate_up_proj, transposed)
+    post, pre = gate_up(rows, up, gate_up_bias, options.gate, routing, tile, keep=keep)
+    del rows
+    slots = gemm(Rows(post, False), ExpertWeight(down_proj, transposed), routing)
+    bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
+    weights = top_k_weights.view(-1)
+    return sum_over_slots(slots, routing, hidden_states.shape[0], weights, hidden_states.dtype, **bias), pre, routing
+
+
+def _gradients(
+    grad: Tensor, tensors: Sequence[Tensor | None], pre: Tensor, routing: Routing, options: Options, needed: list[bool]
+) -> list[Tensor | None]:
+    """The needed gradients of the six floating inputs, None for the others."""
+    hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index = tensors
+    need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
+    transposed, weight_gemm = options.transposed, options.gemm
+    grads: list[Tensor | None] = [None] * 6
+    grad_rows, weights = sorted_rows(grad, routing), top_k_weights.view(-1)
+    if need_down_bias:
+        grads[5] = sum_by_expert(grad_rows, routing, down_bias.dtype, weights=weights)
+    if not any(needed[:5]):
+        return grads
+    grad_post = gemm(grad_rows, ExpertWeight(down_proj, not transposed), routing)
+    out = pre if options.memory_efficient else None
+    through = activate_backward(grad_post, pre, weights, options.gate, routing, need_weighted=need_down, out=out)
+    grad_pre, grad_weights, weighted = through
+    del grad_post, through
+    if need_weights:
+        grad_weights = grad_weights.view_as(top_k_weights)
+        if down_bias is not None:
+            grad_weights += _bias_part(grad, down_bias, top_k_index)
+        grads[3] = grad_weights.to(top_k_weights.dtype)
+    if need_down:
+        grads[2] = outer(grad_rows, Rows(weighted, False), transposed, routing, down_proj, weight_gemm)
+    del grad_rows, weighted
+    pre_rows = Rows(grad_pre, by_token=False)
+    if need_up:
+        grads[1] = outer(pre_rows, sorted_rows(hidden_states, routing), transposed, routing, gate_up_proj, weight_gemm)
+    if need_up_bias:
+        grads[4] = sum_by_expert(pre_rows, routing, gate_up_bias.dtype)
+    if need_hidden:
+        slots = gemm(pre_rows, ExpertWeight(gate_up_proj, not transposed), routing)
+        grads[0] = sum_over_slots(slots, routing, grad.shape[0], None, hidden_states.dtype)
+    return grads
+
+
+class _Experts(torch.autograd.Function):
+    """(seven tensors, options) -> output."""
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        *tensors, ctx.options = inputs
+        out, pre, ctx.routing = _run(tensors, ctx.options, keep=True)
+        ctx.save_for_backward(*tensors, pre)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        _use_up(ctx)
+        *tensors, pre = ctx.saved_tensors
+        needed = list(ctx.needs_input_grad[:6])
+        return *_gradients(grad.contiguous(), tensors, pre, ctx.routing, ctx.options, needed), None, None
+
+
+def _use_up(ctx) -> None:
+    """Raises RuntimeError for a second backward pass through a graph whose pre-activations the first overwrote."""
+    if getattr(ctx, "is_used_up", False):
+        raise RuntimeError(
+            "memory_efficient must be False for a second backward pass through the same graph, got True; the first one "
+            "overwrote the pre-activations"
+        )
+    ctx.is_used_up = ctx.options.memory_efficient
+
+
+# the same as operators, for who has to see one: their arguments are what a schema can say
+
+
+def _forward_operator(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
     down_proj: Tensor,
@@ -77,42 +178,34 @@ def _forward(
     top_k_index: Tensor,
     activation: str,
     interleaved: bool,
-    transposed: bool,
     alpha: float,
     limit: float,
+    transposed: bool,
     gemm: str,
-    keep: bool,
     memory_efficient: bool,
+    keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, pre-activations (empty unless kept), and the tensors of the routing."""
-    experts = gate_up_proj.shape[0]
-    tile = tile_of("gate_up", top_k_index.numel() / experts, hidden_states)
-    routing = route(top_k_index, experts, tile.block_m)
-    gate = Gate(activation, interleaved, alpha, limit)
-    up, down = ExpertWeight(gate_up_proj, transposed), ExpertWeight(down_proj, transposed)
-    post, pre = gate_up(sorted_rows(hidden_states, routing), up, gate_up_bias, gate, routing, tile, keep=keep)
-    slots = grouped_gemm(Rows(post, False), down, routing, tile_of("gemm", routing.rows_an_expert, hidden_states))
-    weights = top_k_weights.view(-1)
-    bias = {} if down_bias is None else {"bias": down_bias, "top_k_index": top_k_index}
-    out = sum_over_slots(slots, routing, hidden_states.shape[0], weights, hidden_states.dtype, **bias)
-    numbers = (routing.pair_of_row, routing.row_of_pair, routing.expert_of_row, routing.expert_offsets)
-    return out, pre if keep else hidden_states.new_empty(0), *numbers
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
+    options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
+    out, pre, routing = _run(tensors, options, keep)
+    return out, hidden_states.new_empty(0) if pre is None else pre, *(x.clone() for x in routing.tensors)
 
 
-_experts = torch.library.custom_op("grpo_moe::experts", _forward, mutates_args=())
+_experts = torch.library.custom_op("grpo_moe::experts", _forward_operator, mutates_args=())
 
 
 @_experts.register_fake
 def _(hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index, *options):
     pairs, experts = top_k_index.numel(), gate_up_proj.shape[0]
-    twice = gate_up_proj.shape[2 if options[2] else 1]
+    *_, transposed, _, _, keep = options
+    twice = gate_up_proj.shape[2 if transposed else 1]
     numbers = [top_k_index.new_empty(size, dtype=torch.int32) for size in (pairs, pairs, pairs, experts + 1)]
-    keep = options[6]
     pre = hidden_states.new_empty((pairs, twice) if keep else (0,))
     return torch.empty_like(hidden_states), pre, *numbers
 
 
-def _compute_gradients(
+def _backward_operator(
     grad: Tensor,
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -128,48 +221,20 @@ def _compute_gradients(
     expert_offsets: Tensor,
     activation: str,
     interleaved: bool,
-    transposed: bool,
     alpha: float,
     limit: float,
+    transposed: bool,
     gemm: str,
     memory_efficient: bool,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The needed gradients of the six floating inputs, an empty tensor for the others."""
+    tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
     numbers = (pair_of_row, row_of_pair, expert_of_row, expert_offsets)
-    routing = Routing(*numbers, top_k_index.shape[1], len(gate_up_proj))
-    need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
-    grads = [grad.new_empty(0) for _ in needed]
-    grad_rows, weights = sorted_rows(grad, routing), top_k_weights.view(-1)
-    if need_down_bias:
-        grads[5] = sum_by_expert(grad_rows, routing, down_bias.dtype, weights=weights)
-    if not any(needed[:5]):
-        return tuple(grads)
-    gate = Gate(activation, interleaved, alpha, limit)
-    down = ExpertWeight(down_proj, not transposed)
-    grad_post = grouped_gemm(grad_rows, down, routing, tile_of("gemm", routing.rows_an_expert, grad))
-    grad_pre, grad_weights, weighted = activate_backward(
-        grad_post, pre, weights, gate, routing, need_weighted=need_down, out=pre if memory_efficient else None
-    )
-    del grad_post
-    if need_weights:
-        grad_weights = grad_weights.view_as(top_k_weights)
-        if down_bias is not None:
-            grad_weights += _bias_part(grad, down_bias, top_k_index)
-        grads[3] = grad_weights.to(top_k_weights.dtype)
-    if need_down:
-        grads[2] = outer(grad_rows, Rows(weighted, False), transposed, routing, down_proj, gemm)
-    del grad_rows, weighted
-    pre_rows = Rows(grad_pre, by_token=False)
-    if need_up:
-        grads[1] = outer(pre_rows, sorted_rows(hidden_states, routing), transposed, routing, gate_up_proj, gemm)
-    if need_up_bias:
-        grads[4] = sum_by_expert(pre_rows, routing, gate_up_bias.dtype)
-    if need_hidden:
-        up = ExpertWeight(gate_up_proj, not transposed)
-        slots = grouped_gemm(pre_rows, up, routing, tile_of("gemm", routing.rows_an_expert, grad))
-        grads[0] = sum_over_slots(slots, routing, len(grad), None, hidden_states.dtype)
-    return tuple(grads)
+    routing = Routing(*numbers, top_k_index.shape[1], gate_up_proj.shape[0])
+    options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
+    grads = _gradients(grad, tensors, pre, routing, options, needed)
+    return tuple(grad.new_empty(0) if x is None else x for x in grads)
 
 
 def _gradients_fake(grad, hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, *rest):
@@ -178,7 +243,7 @@ def _gradients_fake(grad, hidden_states, gate_up_proj, down_proj, top_k_weights,
 
 
 _BACKWARD = {
-    memory_efficient: torch.library.custom_op(f"grpo_moe::{name}", _compute_gradients, mutates_args=mutated)
+    memory_efficient: torch.library.custom_op(f"grpo_moe::{name}", _backward_operator, mutates_args=mutated)
     for memory_efficient, name, mutated in (
         (False, "experts_backward", ()),
         (True, "experts_backward_in_place", ("pre",)),
@@ -189,46 +254,23 @@ for _operator in _BACKWARD.values():
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, activation, interleaved, transposed, alpha, limit, gemm, _, memory_efficient = inputs
+    *tensors, activation, interleaved, alpha, limit, transposed, gemm, memory_efficient, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options = (activation, interleaved, transposed, alpha, limit, gemm, memory_efficient)
-    ctx.is_used_up = False
+    ctx.options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, compute_gradients):
+def _backward(ctx, grad, *_):
     needed = list(ctx.needs_input_grad[:6])
     if grad is None or not any(needed):
         return (None,) * 15
-    memory_efficient = ctx.options[-1]
-    if ctx.is_used_up:
-        raise RuntimeError(
-            "memory_efficient must be False for a second backward pass through the same graph, got True; the first one "
-            "overwrote the pre-activations"
-        )
-    ctx.is_used_up = memory_efficient
-    grads = compute_gradients(grad.contiguous(), *ctx.saved_tensors, *ctx.options, needed)
+    _use_up(ctx)
+    operator = _BACKWARD[ctx.options.memory_efficient]
+    grads = operator(grad.contiguous(), *ctx.saved_tensors, *ctx.options.flat(), needed)
     return *(g if need else None for g, need in zip(grads, needed, strict=True)), *(None,) * 9
 
 
-_experts.register_autograd(
-    lambda ctx, grad, *_: _backward(ctx, grad, _BACKWARD[ctx.options[-1]]), setup_context=_setup_context
-)
-
-
-class _Experts(torch.autograd.Function):
-    """The operator without its dispatch."""
-
-    @staticmethod
-    def forward(ctx, *inputs):
-        output = _forward(*inputs)
-        _setup_context(ctx, inputs, output)
-        return output[0]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return _backward(ctx, grad, _compute_gradients)
+_experts.register_autograd(_backward, setup_context=_setup_context)
 
 
 def outer(left: Rows, right: Rows, transposed: bool, routing: Routing, weight: Tensor, gemm: str = "auto") -> Tensor:
@@ -265,6 +307,11 @@ def sorted_rows(values: Tensor, routing: Routing) -> Rows:
     return Rows(gather_rows(values, routing), by_token=False)
 
 
+def gemm(rows: Rows, weight: ExpertWeight, routing: Routing) -> Tensor:
+    """:func:`grouped_gemm` with the tile for the number of rows."""
+    return grouped_gemm(rows, weight, routing, tile_of("gemm", routing.rows_an_expert, rows.values))
+
+
 def tile_of(gemm: str, rows: float, like: Tensor) -> Tile:
     """Block sizes of a GEMM for so many rows an expert; what is best was measured on an H200.
 
@@ -274,18 +321,36 @@ def tile_of(gemm: str, rows: float, like: Tensor) -> Tile:
         like: device and dtype.
     """
     if INTERPRET:
-        return Tile(16, 16, 16, 4, 1)
-    half = 2 if gemm == "gate_up" else 1
+        return _TINY
     if like.element_size() == 4:
-        return Tile(64, 64 // half, 32, 4, 3)
+        return _FLOAT32[gemm == "gate_up"]
     if not has_large_tiles(like.device):
-        return Tile(64, 64 // half, 64, 4, 3)
-    if gemm == "outer":
-        if rows >= GATHER_FROM:
-            return Tile(128, 128, 64, 8, 3, programs=2)
-        return Tile(128, 128, 16, 8, 2, programs=4) if rows <= 16 else Tile(128, 128, 32, 4, 2, programs=4)
-    if rows <= 16:
-        return Tile(16, 128 // half, 128, 4, 3, programs=2, tma=False)
-    if rows < GATHER_FROM:
-        return Tile(32 if rows <= 32 else 64, 128 // half, 64, 4, 4, programs=2)
-    return Tile(128, 256 // half, 64, 8, 4, flatten=True)
+        return _PORTABLE[gemm == "gate_up"]
+    step = 0 if rows <= 16 else 1 if rows <= 32 else 2 if rows < GATHER_FROM else 3
+    return _TILES[gemm][step]
+
+
+_TINY = Tile(16, 16, 16, 4, 1)
+_FLOAT32 = Tile(64, 64, 32, 4, 3), Tile(64, 32, 32, 4, 3)
+_PORTABLE = Tile(64, 64, 64, 4, 3), Tile(64, 32, 64, 4, 3)
+_TILES = {
+    "gate_up": (
+        Tile(16, 64, 128, 4, 3, programs=2, tma=False),
+        Tile(32, 64, 64, 4, 4, programs=2),
+        Tile(64, 64, 64, 4, 4, programs=2),
+        Tile(128, 128, 64, 8, 4, flatten=True),
+    ),
+    "gemm": (
+        Tile(16, 128, 128, 4, 3, programs=2, tma=False),
+        Tile(32, 128, 64, 4, 4, programs=2),
+        Tile(64, 128, 64, 4, 4, programs=2),
+        Tile(128, 256, 64, 8, 4, flatten=True),
+    ),
+    "outer": (
+        Tile(128, 128, 16, 8, 2, programs=4),
+        Tile(128, 128, 32, 4, 2, programs=4),
+        Tile(128, 128, 32, 4, 2, programs=4),
+        Tile(128, 128, 64, 8, 3, programs=2),
+    ),
+}
+"""By GEMM, and by the rows an expert has on average: to 16, to 32, below GATHER_FROM, more."""

@@ -68,7 +68,7 @@ def gate_up(
         KEEP=keep,
         NUM_PROGRAMS=programs,
         **gate.options(),
-        **tile.options(),
+        **tile.options,
     )
     return post, pre
 

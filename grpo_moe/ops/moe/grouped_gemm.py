@@ -29,6 +29,7 @@ class Tile:
     tma: bool = True
     """Whether to load by TMA what it can load; without it the host launches faster."""
 
+    @functools.cached_property
     def options(self) -> dict:
         """Keyword arguments of a launch."""
         return {
@@ -122,7 +123,7 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
         B_TMA=b_tma,
         INNER_FIRST=weight.inner_first,
         NUM_PROGRAMS=programs,
-        **tile.options(),
+        **tile.options,
     )
     return out
 
@@ -155,7 +156,7 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
         A_TMA=a_tma,
         B_TMA=b_tma,
         NUM_PROGRAMS=programs,
-        **tile.options(),
+        **tile.options,
     )
     return out
 

@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
-PAIRS = 16 if INTERPRET else 128
-"""Pairs a program places."""
+PAIRS, PART = (64, 16) if INTERPRET else (1024, 64)
+"""Pairs a program places, and how many of them at a time."""
 FEW_PAIRS, AHEAD = (16, 32) if INTERPRET else (32, 256)
 """Pairs a program places, and compares them with at a time, in the one launch for few pairs."""
 ONE_LAUNCH = 64 if INTERPRET else 4096
-"""Pairs up to which every program compares its own with all others: a launch costs more than that."""
+"""Pairs up to which every program compares its own with all others: a second launch costs more than that."""
+TILES = 16 if INTERPRET else 32
+"""Tiles a program finds at a time."""
+VARYING = ["pairs", "most", "block_m", "blocks"]
+"""Arguments that change with the number of tokens: no kernel of its own for each."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -55,68 +59,80 @@ class Routing:
         return self.pair_of_row.shape[0]
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the first four fields hold."""
+        return self.pair_of_row, self.row_of_pair, self.expert_of_row, self.expert_offsets
+
+    @property
     def rows_an_expert(self) -> float:
         """On average, if no slot is skipped."""
         return self.num_rows / self.num_experts
 
     def tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Expert and first row of every tile of ``block_m`` rows, int32 [most] each, and int32 how many there are.
+        """Expert and first row of every tile of ``block_m`` rows, int32 [most] each, and int32 [1] how many there are.
 
         An expert's tiles stand together and never cross into the next expert. ``most`` depends on shapes alone.
         """
         if block_m not in self._tiles:
-            self._tiles[block_m] = self._make_tiles(block_m)
+            most = _most_tiles(self.num_rows, self.num_experts, block_m)
+            tiles = _empty((most, most, 1), self.expert_offsets.device)
+            if most:
+                _tiles_kernel[(cdiv(most, TILES),)](
+                    self.expert_offsets,
+                    *tiles,
+                    most,
+                    block_m,
+                    E=self.num_experts,
+                    BLOCK_E=next_power_of_2(self.num_experts),
+                    TILES=TILES,
+                )
+            self._tiles[block_m] = tiles
         return self._tiles[block_m]
 
-    def _make_tiles(self, block_m: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        tiles = _empty_tiles(self.num_rows, self.num_experts, block_m, self.expert_offsets.device)
-        most, block = tiles[0].shape[0], 16 if INTERPRET else 128
-        if most:
-            _tiles_kernel[(cdiv(most, block),)](
-                self.expert_offsets,
-                *tiles,
-                most,
-                block_m,
-                E=self.num_experts,
-                BLOCK_E=next_power_of_2(self.num_experts),
-                BLOCK=block,
-            )
-        return tiles
 
-
-def route(top_k_index: torch.Tensor, num_experts: int, block_m: int | None = None) -> Routing:
+def route(top_k_index: torch.Tensor, num_experts: int, block_m: int) -> Routing:
     """Sorts the pairs of top_k_index [N, K] by expert, stable in the pair's number; -1 and E or beyond are skipped.
 
-    ``block_m`` says for which tile height :meth:`Routing.tiles` will be asked: for few pairs they come with the rest.
+    The tiles of height ``block_m`` come with it.
     """
-    pairs, device = top_k_index.numel(), top_k_index.device
-    flat = top_k_index.reshape(-1)
-    rows = [torch.empty(pairs, dtype=torch.int32, device=device) for _ in range(3)]
-    offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=device)
-    routing = Routing(*rows, offsets, top_k_index.shape[1], num_experts)
-    shape = {"E": num_experts, "BLOCK_E": next_power_of_2(num_experts + 1)}
-    if pairs <= ONE_LAUNCH:
-        tiles = (rows[0],) * 3 if block_m is None else _empty_tiles(pairs, num_experts, block_m, device)
-        most = 0 if block_m is None else tiles[0].shape[0]
-        _route_kernel[(1 + cdiv(pairs, FEW_PAIRS),)](
-            flat, *rows, offsets, *tiles, pairs, most, block_m or 1, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD
+    (tokens, slots), device = top_k_index.shape, top_k_index.device
+    pairs, most = tokens * slots, _most_tiles(tokens * slots, num_experts, block_m)
+    blocks = 0 if pairs <= ONE_LAUNCH else cdiv(pairs, PAIRS)
+    sizes = (pairs, pairs, pairs, num_experts + 1, most, most, 1, blocks * num_experts, blocks * num_experts)
+    *made, counts, firsts = _empty(sizes, device)
+    shape = {"E": num_experts, "BLOCK_E": next_power_of_2(num_experts + 1), "TILES": TILES}
+    if blocks == 0:
+        grid = (1 + cdiv(pairs, FEW_PAIRS),)
+        _route_kernel[grid](top_k_index, *made, pairs, most, block_m, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD)
+    else:
+        _count_kernel[(blocks,)](top_k_index, counts, pairs, E=num_experts, BLOCK_E=shape["BLOCK_E"], PAIRS=PAIRS)
+        _place_kernel[(blocks,)](
+            top_k_index,
+            counts,
+            firsts,
+            *made,
+            pairs,
+            most,
+            block_m,
+            blocks,
+            **shape,
+            PAIRS=PAIRS,
+            PART=PART,
+            num_warps=8,
         )
-        if block_m is not None:
-            routing._tiles[block_m] = tiles
-        return routing
-    blocks = cdiv(pairs, PAIRS)
-    counts = torch.empty(blocks, num_experts, dtype=torch.int32, device=device)
-    _count_kernel[(blocks,)](flat, counts, pairs, **shape, PAIRS=PAIRS)
-    _scan_kernel[(num_experts,)](counts, offsets, blocks, E=num_experts, BLOCK=64 if INTERPRET else 1024)
-    _offsets_kernel[(1,)](offsets, E=num_experts, BLOCK_E=shape["BLOCK_E"])
-    _place_kernel[(blocks,)](flat, counts, offsets, *rows, pairs, E=num_experts, PAIRS=PAIRS)
-    return routing
+    pair_of_row, row_of_pair, expert_of_row, offsets, *tiles = made
+    return Routing(pair_of_row, row_of_pair, expert_of_row, offsets, slots, num_experts, {block_m: tuple(tiles)})
 
 
-def _empty_tiles(pairs: int, experts: int, block_m: int, device) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    most = pairs // block_m + min(experts, pairs)
-    expert, first_row = torch.empty(2, most, dtype=torch.int32, device=device).unbind()
-    return expert, first_row, torch.empty((), dtype=torch.int32, device=device)
+def _empty(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, ...]:
+    """int32 tensors in one allocation, which takes the host microseconds; each begins at a multiple of 16 bytes."""
+    padded = [(size + 3) // 4 * 4 for size in sizes]
+    parts = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
+    return tuple(x if x.shape[0] == size else x[:size] for x, size in zip(parts, sizes, strict=True))
+
+
+def _most_tiles(pairs: int, experts: int, block_m: int) -> int:
+    return pairs // block_m + min(experts, pairs)
 
 
 @triton.jit
@@ -135,20 +151,35 @@ def _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expe
 
 
 @triton.jit
-def _store_tiles(tile, columns, start, rows, most, block_m, expert_ptr, first_row_ptr, num_tiles_ptr):
-    """Expert and first row of some tiles from all experts' first row and rows; and how many tiles there are."""
+def _store_tiles(
+    program,
+    programs,
+    start,
+    rows,
+    most,
+    block_m,
+    expert_ptr,
+    first_row_ptr,
+    num_tiles_ptr,
+    BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr,
+):
+    """A program's share of the tiles, from every expert's first row and number of rows; and how many there are."""
+    columns = tl.arange(0, BLOCK_E)
     tiles = (rows + block_m - 1) // block_m
     ends = tl.cumsum(tiles, 0)
-    tl.store(num_tiles_ptr, tl.sum(tiles, 0))
     before = ends - tiles
-    mine = (tile[:, None] < ends[None, :]) & (tile[:, None] >= before[None, :])
-    expert = tl.sum(tl.where(mine, columns[None, :], 0), 1)
-    row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - before[None, :]) * block_m, 0), 1)
-    tl.store(expert_ptr + tile, expert, mask=tile < most)
-    tl.store(first_row_ptr + tile, row, mask=tile < most)
+    tl.store(num_tiles_ptr, tl.sum(tiles, 0))
+    for first in range(program * TILES, most, programs * TILES):
+        tile = first + tl.arange(0, TILES)
+        mine = (tile[:, None] < ends[None, :]) & (tile[:, None] >= before[None, :])
+        expert = tl.sum(tl.where(mine, columns[None, :], 0), 1)
+        row = tl.sum(tl.where(mine, start[None, :] + (tile[:, None] - before[None, :]) * block_m, 0), 1)
+        tl.store(expert_ptr + tile, expert, mask=tile < most)
+        tl.store(first_row_ptr + tile, row, mask=tile < most)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _route_kernel(
     index_ptr,
     pair_of_row_ptr,
@@ -163,6 +194,7 @@ def _route_kernel(
     block_m,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr,
     PAIRS: tl.constexpr,
     AHEAD: tl.constexpr,
 ):
@@ -174,9 +206,7 @@ def _route_kernel(
         count = tl.where(columns < E, count, 0)
         first = tl.cumsum(count, 0) - count
         tl.store(offsets_ptr + columns, first, mask=columns <= E)
-        for start in range(0, most, PAIRS):
-            tile = start + tl.arange(0, PAIRS)
-            _store_tiles(tile, columns, first, count, most, block_m, tile_expert_ptr, tile_row_ptr, num_tiles_ptr)
+        _store_tiles(0, 1, first, count, most, block_m, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, BLOCK_E, TILES)
     else:  # a pair's row is the number of pairs that sort before it
         pair = (tl.program_id(0) - 1) * PAIRS + tl.arange(0, PAIRS)
         expert = _experts_of(index_ptr, pair, pairs, E)
@@ -189,56 +219,67 @@ def _route_kernel(
         _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _count_kernel(index_ptr, counts_ptr, pairs, E: tl.constexpr, BLOCK_E: tl.constexpr, PAIRS: tl.constexpr):
     block, columns = tl.program_id(0), tl.arange(0, BLOCK_E)
     count = tl.histogram(_experts_of(index_ptr, block * PAIRS + tl.arange(0, PAIRS), pairs, E), BLOCK_E)
     tl.store(counts_ptr + block.to(tl.int64) * E + columns, count, mask=columns < E)
 
 
-@triton.jit
-def _scan_kernel(counts_ptr, offsets_ptr, blocks, E: tl.constexpr, BLOCK: tl.constexpr):
-    """Counts of one expert become the numbers of its pairs in earlier blocks; their total goes to its offset."""
-    expert = tl.program_id(0)
-    before = 0
-    for first in range(0, blocks, BLOCK):
-        block = first + tl.arange(0, BLOCK)
-        place = block.to(tl.int64) * E + expert
-        count = tl.load(counts_ptr + place, mask=block < blocks, other=0)
-        tl.store(counts_ptr + place, before + tl.cumsum(count, 0) - count, mask=block < blocks)
-        before += tl.sum(count, 0)
-    tl.store(offsets_ptr + expert, before)
-
-
-@triton.jit
-def _offsets_kernel(offsets_ptr, E: tl.constexpr, BLOCK_E: tl.constexpr):
-    columns = tl.arange(0, BLOCK_E)
-    count = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
-    tl.store(offsets_ptr + columns, tl.cumsum(count, 0) - count, mask=columns <= E)
-
-
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _place_kernel(
     index_ptr,
-    before_ptr,
-    offsets_ptr,
+    counts_ptr,
+    firsts_ptr,
     pair_of_row_ptr,
     row_of_pair_ptr,
     expert_of_row_ptr,
+    offsets_ptr,
+    tile_expert_ptr,
+    tile_row_ptr,
+    num_tiles_ptr,
     pairs,
+    most,
+    block_m,
+    blocks,
     E: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    TILES: tl.constexpr,
     PAIRS: tl.constexpr,
+    PART: tl.constexpr,
 ):
-    block, number = tl.program_id(0), tl.arange(0, PAIRS)
-    pair = block * PAIRS + number
-    expert = _experts_of(index_ptr, pair, pairs, E)
-    is_before = (expert[None, :] == expert[:, None]) & (number[None, :] < number[:, None])
-    row = tl.load(offsets_ptr + expert, mask=expert < E, other=0) + tl.sum(is_before.to(tl.int32), 1)
-    row += tl.load(before_ptr + block.to(tl.int64) * E + expert, mask=expert < E, other=0)
-    _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E)
+    block, columns = tl.program_id(0), tl.arange(0, BLOCK_E)
+    total = tl.zeros((BLOCK_E,), tl.int32)
+    before = tl.zeros((BLOCK_E,), tl.int32)
+    for start in range(0, blocks, 32):
+        other = (start + tl.arange(0, 32))[:, None]
+        place = counts_ptr + other.to(tl.int64) * E + columns[None, :]
+        count = tl.load(place, mask=(other < blocks) & (columns[None, :] < E), other=0)
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where(other < block, count, 0), 0)
+    offset = tl.cumsum(total, 0) - total
+    if block == 0:
+        tl.store(offsets_ptr + columns, offset, mask=columns <= E)
+    _store_tiles(
+        block, blocks, offset, total, most, block_m, tile_expert_ptr, tile_row_ptr, num_tiles_ptr, BLOCK_E, TILES
+    )
+    firsts_ptr += block.to(tl.int64) * E
+    tl.store(firsts_ptr + columns, offset + before, mask=columns < E)
+    tl.debug_barrier()  # the block's own first rows are read back from memory, where a pair finds its expert's
+    number = tl.arange(0, PART)
+    for part in range(0, PAIRS, PART):
+        pair = block * PAIRS + part + number
+        expert = _experts_of(index_ptr, pair, pairs, E)
+        row = tl.load(firsts_ptr + expert, mask=expert < E, other=0)
+        for earlier in range(0, part + PART, PART):
+            other = block * PAIRS + earlier + number
+            others = _experts_of(index_ptr, other, pairs, E)
+            is_before = (others[None, :] == expert[:, None]) & (other[None, :] < pair[:, None])
+            row += tl.sum(is_before.to(tl.int32), 1)
+        _store_rows(pair, expert, row, pairs, pair_of_row_ptr, row_of_pair_ptr, expert_of_row_ptr, E)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _tiles_kernel(
     offsets_ptr,
     expert_ptr,
@@ -248,9 +289,12 @@ def _tiles_kernel(
     block_m,
     E: tl.constexpr,
     BLOCK_E: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILES: tl.constexpr,
 ):
-    tile, columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)
+    columns = tl.arange(0, BLOCK_E)
     start = tl.load(offsets_ptr + columns, mask=columns < E, other=0)
     rows = tl.load(offsets_ptr + 1 + columns, mask=columns < E, other=0) - start
-    _store_tiles(tile, columns, start, rows, most, block_m, expert_ptr, first_row_ptr, num_tiles_ptr)
+    program, programs = tl.program_id(0), tl.num_programs(0)
+    _store_tiles(
+        program, programs, start, rows, most, block_m, expert_ptr, first_row_ptr, num_tiles_ptr, BLOCK_E, TILES
+    )

@@ -158,7 +158,7 @@ def _parts(
         HAS_BIAS=up_bias is not None,
         **gate.options(),
         BLOCK_D=block_d,
-        **tile.options(),
+        **tile.options,
     )
     return parts
 

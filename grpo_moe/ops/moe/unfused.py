@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 from torch.autograd.function import once_differentiable
 
-from .fused import outer, sorted_rows, tile_of
-from .grouped_gemm import ExpertWeight, Rows, grouped_gemm
+from .fused import gemm, outer, sorted_rows, tile_of
+from .grouped_gemm import ExpertWeight, Rows
 from .routing import Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 
@@ -43,7 +43,7 @@ def unfused_experts(
     Raises:
         ValueError: ``act`` returns another shape.
     """
-    routing, live = _route(top_k_index, len(gate_up_proj))
+    routing, live = _route(top_k_index, hidden_states, gate_up_proj.shape[0])
     gate_up = _GroupedLinear.apply(hidden_states, gate_up_proj, gate_up_bias, routing, transposed, True)
     # a real row, because an activation may have no finite value or slope at zero
     first = gate_up[:1].detach().where(live[:1], 0)
@@ -59,9 +59,10 @@ def unfused_experts(
     return _WeightedSum.apply(slots, top_k_weights, routing)
 
 
-def _route(top_k_index: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
+def _route(top_k_index: Tensor, hidden_states: Tensor, num_experts: int) -> tuple[Routing, Tensor]:
     """The routing with zeros for garbage, and bool [num_rows, 1]: which rows hold a pair."""
-    routing = route(top_k_index.contiguous(), num_experts)
+    tile = tile_of("gemm", top_k_index.numel() / num_experts, hidden_states)
+    routing = route(top_k_index.contiguous(), num_experts, tile.block_m)
     live = torch.arange(routing.num_rows, device=top_k_index.device) < routing.expert_offsets[-1]
     defined = {name: getattr(routing, name).where(live, 0) for name in ("pair_of_row", "expert_of_row")}
     return replace(routing, **defined), live[:, None]
@@ -76,9 +77,7 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(values if ctx.needs_input_grad[1] else None, weight)
         ctx.routing, ctx.transposed, ctx.by_token, ctx.num_values = routing, transposed, by_token, len(values)
         rows = sorted_rows(values, routing) if by_token else Rows(values, by_token=False)
-        out = grouped_gemm(
-            rows, ExpertWeight(weight, transposed), routing, tile_of("gemm", routing.rows_an_expert, values)
-        )
+        out = gemm(rows, ExpertWeight(weight, transposed), routing)
         return out if bias is None else out.add_(bias.index_select(0, routing.expert_of_row))
 
     @staticmethod
@@ -91,9 +90,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_rows = Rows(grad, by_token=False)
         grad_values = grad_weight = grad_bias = None
         if need_values:
-            grad_values = grouped_gemm(
-                grad_rows, ExpertWeight(weight, not transposed), routing, tile_of("gemm", routing.rows_an_expert, grad)
-            )
+            grad_values = gemm(grad_rows, ExpertWeight(weight, not transposed), routing)
             if ctx.by_token:
                 grad_values = sum_over_slots(grad_values, routing, ctx.num_values, None, grad.dtype)
         if need_weight:

@@ -67,8 +67,8 @@ class _TritonGrouped(torch.autograd.Function):
         ctx.save_for_backward(*tensors, top_k_index)
         ctx.options = {"act": act, "transposed": transposed}
         hidden, up, down, weights, up_bias, down_bias = (None if x is None else x.contiguous() for x in tensors)
-        routing = route(top_k_index.contiguous(), len(up))
         weight, tile = ExpertWeight(up, transposed), _tile(hidden)
+        routing = route(top_k_index.contiguous(), len(up), tile.block_m)
         post, _ = gate_up(Rows(hidden, by_token=True), weight, up_bias, gate, routing, tile, keep=False)
 
         offsets, width = routing.expert_offsets.tolist(), hidden.shape[1]

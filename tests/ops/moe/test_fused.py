@@ -250,15 +250,15 @@ def test_operator_passes_opcheck():
     given = [x.requires_grad_() for x in given]
     torch.library.opcheck(
         fused._experts,
-        (*given, None, None, tensors["top_k_index"], "silu", False, False, 1.0, 1.0, "auto", True, False),
+        (*given, None, None, tensors["top_k_index"], "silu", False, 1.0, 1.0, False, "auto", False, True),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
 def test_routing_sorts_pairs_and_tiles_cover_them():
-    for tokens, slots, experts in [(0, 2, 3), (1, 1, 1), (50, 3, 5), (5, 4, 33)]:
+    for tokens, slots, experts in [(0, 2, 3), (1, 1, 1), (50, 3, 5), (5, 4, 33), (90, 2, 40)]:
         index = torch.randint(-1, experts + 1, (tokens, slots), device=DEVICE)
-        plan, flat = routing.route(index, experts), index.flatten()
+        plan, flat = routing.route(index, experts, 16), index.flatten()
         routed = (flat >= 0) & (flat < experts)
         order = torch.where(routed, flat, experts).argsort(stable=True)[: int(routed.sum())]
         assert torch.equal(plan.pair_of_row[: len(order)].long(), order)
@@ -267,8 +267,9 @@ def test_routing_sorts_pairs_and_tiles_cover_them():
         assert torch.equal(plan.row_of_pair.long(), inverse)
         assert torch.equal(plan.expert_of_row[: len(order)].long(), flat[order])
         offsets = plan.expert_offsets.tolist()
-        for block, tiled in itertools.product((4, 16), (plan, routing.route(index, experts, 16))):
-            expert, first, count = tiled.tiles(block)
+        assert offsets == [0, *torch.bincount(flat[order], minlength=experts).cumsum(0).tolist()]
+        for block in (4, 16):
+            expert, first, count = plan.tiles(block)
             expected = [(e, r) for e in range(experts) for r in range(offsets[e], offsets[e + 1], block)]
             made = list(zip(expert.tolist(), first.tolist(), strict=True))[: int(count) if tokens else 0]
             assert made == expected

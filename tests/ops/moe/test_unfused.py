@@ -75,10 +75,10 @@ def test_gradients_alone_and_in_groups():
 
 
 @pytest.mark.parametrize(("needed", "calls"), [
-    (("top_k_weights",), {"grouped_gemm": 0, "outer": 0, "sum_by_expert": 0, "sum_over_slots": 0}),
-    (("down_proj",), {"grouped_gemm": 0, "outer": 1, "sum_by_expert": 0, "sum_over_slots": 0}),
-    (("gate_up_bias",), {"grouped_gemm": 1, "outer": 0, "sum_by_expert": 1, "sum_over_slots": 0}),
-    (("hidden_states",), {"grouped_gemm": 2, "outer": 0, "sum_by_expert": 0, "sum_over_slots": 1}),
+    (("top_k_weights",), {"gemm": 0, "outer": 0, "sum_by_expert": 0, "sum_over_slots": 0}),
+    (("down_proj",), {"gemm": 0, "outer": 1, "sum_by_expert": 0, "sum_over_slots": 0}),
+    (("gate_up_bias",), {"gemm": 1, "outer": 0, "sum_by_expert": 1, "sum_over_slots": 0}),
+    (("hidden_states",), {"gemm": 2, "outer": 0, "sum_by_expert": 0, "sum_over_slots": 1}),
 ])  # fmt: skip
 def test_only_needed_gradients_are_computed(needed, calls, monkeypatch):
     tensors, upstream = make_experts(5, 2, 16, 16, 2)
