@@ -2,35 +2,89 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
-from torch.nn import functional as F
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from grpo_moe.ops import moe_experts
+from grpo_moe.ops.moe.activations import gated_activation
+
+NAMES = {"stacked": "stacked", "triton_grouped": "triton_grouped", "fused": "fused", "grpo_moe": "fused"}
+"""Names in the interface, and the ``impl`` of :func:`moe_experts` that each stands for."""
 
 
-def run_experts(module, hidden_states, top_k_index, top_k_weights, *, name: str, impl: str) -> torch.Tensor:
-    """The interface's function ``name`` for an ``impl`` of :func:`moe_experts`: hidden [N, H], index, weights [N, K].
+def run_experts(
+    module: torch.nn.Module,
+    hidden_states: torch.Tensor,
+    top_k_index: torch.Tensor,
+    top_k_weights: torch.Tensor,
+    *,
+    name: str,
+) -> torch.Tensor:
+    """The interface's function ``name``: the experts ``module`` on hidden_states [N, H] with their routing [N, K].
+
+    Silu, tanh-gelu and GPT-OSS gates run inside the kernels, any other function of the module between the GEMMs.
 
     Raises:
-        ValueError: an experts module without a silu gate, with biases, or in another layout; names it.
+        ValueError: experts that do something besides two projections and an activation; names them and it.
     """
-    plain = module.has_gate and not module.has_bias and not module.is_transposed and module.is_concatenated
-    if not plain or not _is_silu(module):
+    if getattr(module, "has_post_expert_norm", False):
         raise ValueError(
-            f'experts_implementation="{name}" must be used with bias-free [gate; up] silu experts, got '
-            f'{type(module).__name__}; use transformers\' "grouped_mm" or "eager" for this model'
+            f'experts_implementation="{name}" cannot run {type(module).__name__}: it normalises the output of each '
+            'expert (has_post_expert_norm must be False, got True); use transformers\' "grouped_mm" for this model'
         )
-    return moe_experts(hidden_states, module.gate_up_proj, module.down_proj, top_k_index, top_k_weights, impl=impl)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = (f"{up}_bias", "down_proj_bias") if module.has_bias else ()
+    up_bias, down_bias = (getattr(module, bias) for bias in biases) if biases else (None, None)
+    return moe_experts(
+        hidden_states,
+        getattr(module, up),
+        module.down_proj,
+        top_k_index,
+        top_k_weights,
+        gate_up_bias=up_bias,
+        down_bias=down_bias,
+        transposed=module.is_transposed,
+        impl=NAMES[name],
+        **activation_of(module),
+    )
 
 
-def _is_silu(module) -> bool:
-    default_gate = type(module)._apply_gate.__name__ == "_default_apply_gate"
-    act = getattr(module, "act_fn", None)
-    return default_gate and (act is F.silu or type(act).__name__ in ("SiLU", "SiLUActivation"))
+def activation_of(module: torch.nn.Module) -> dict:
+    """Keyword arguments of :func:`moe_experts` for the activation of an experts module, found by what it computes."""
+    if not module.has_gate:
+        return {"activation": module.act_fn, "layout": "joint"}
+    numbers = {"alpha": float(getattr(module, "alpha", 1.702)), "limit": float(getattr(module, "limit", 7.0))}
+    act_fn = getattr(module, "act_fn", None)
+    key = (type(module)._apply_gate, repr(act_fn), module.is_concatenated, *numbers.values())
+    if key not in _known:
+        _known[key] = _recognise(
+            module._apply_gate, "concatenated" if module.is_concatenated else "interleaved", numbers
+        )
+    named = _known[key]
+    return {"activation": module._apply_gate, "layout": "joint"} if named is None else {**named, **numbers}
 
 
-for name, impl in {"stacked": "stacked", "fused": "fused", "grpo_moe": "fused"}.items():
-    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_experts, name=name, impl=impl))
+_known: dict[tuple, dict | None] = {}
+
+
+@torch.no_grad()
+def _recognise(apply_gate: Callable, layout: str, numbers: dict[str, float]) -> dict | None:
+    """Which activation of ours equals ``apply_gate`` to rounding on values inside and far outside of its limits."""
+    values = torch.linspace(-30, 30, 8 * 62, dtype=torch.float32).view(-1, 8)
+    gate_up = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]
+    try:
+        expected = apply_gate(gate_up)
+    except RuntimeError:  # it holds tensors of another device or dtype: no kernel knows it
+        return None
+    for activation in ("silu", "gelu_tanh", "gpt_oss"):
+        ours = gated_activation(activation, layout, **numbers)(gate_up)
+        if expected.shape == ours.shape and torch.allclose(ours, expected, rtol=1e-5, atol=1e-5):
+            return {"activation": activation, "layout": layout}
+    return None
+
+
+for name in NAMES:
+    ALL_EXPERTS_FUNCTIONS.register(name, partial(run_experts, name=name))

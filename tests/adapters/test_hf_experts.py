@@ -1,34 +1,98 @@
 import pytest
 import torch
-from test_hf_head import CONFIGS
-from transformers import AutoModelForCausalLM, GptOssConfig
+from moe_families import FAMILIES, tiny_moe
+from torch.nn import functional as F
 
 import grpo_moe  # noqa: F401  registers the experts
+from grpo_moe.adapters.hf_experts import activation_of
+from grpo_moe.ops import moe
+
+IDS = torch.arange(24).reshape(2, 12) % 61 + 3
 
 
-def test_a_transformers_moe_runs_on_our_experts():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS["qwen3_moe"])
-    ids = torch.randint(3, 64, (2, 8))
-    model.set_experts_implementation("eager")
-    expected = model(ids).logits
-    model.set_experts_implementation("stacked")
-    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+def logits_and_gradients(model, implementation):
+    model.set_experts_implementation(implementation)
+    model.zero_grad()
+    out = model(IDS, labels=IDS, use_cache=False)
+    out.loss.backward()
+    return {"logits": out.logits.detach()} | {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def test_experts_of_another_form_are_refused_by_name():
-    config = GptOssConfig(
-        vocab_size=64,
-        hidden_size=16,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=8,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-    )
-    model = AutoModelForCausalLM.from_config(config, experts_implementation="stacked")
-    with pytest.raises(ValueError, match="got .*GptOssExperts"):
-        model(torch.randint(3, 64, (1, 4)))
+def assert_same(made, expected, tolerance):
+    assert made.keys() == expected.keys()
+    for name, x in made.items():
+        torch.testing.assert_close(x, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_those_of_eager(family):
+    model = tiny_moe(family).eval()
+    expected = logits_and_gradients(model, "eager")
+    assert_same(logits_and_gradients(model, "grpo_moe"), expected, 1e-5)
+    with torch.no_grad():
+        for module in experts_of(model):
+            module.down_proj.zero_()
+        assert (model(IDS).logits - expected["logits"]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss", "nemotron_h"])
+def test_kernels_equal_eager(family, monkeypatch):
+    """Fused silu, fused GPT-OSS gate with biases in its layout, and another function between the GEMMs."""
+    model = tiny_moe(family).eval()
+    expected = logits_and_gradients(model, "eager")
+    monkeypatch.setattr(moe, "_on_gpu", lambda hidden_states: True)
+    assert_same(logits_and_gradients(model, "grpo_moe"), expected, 2e-4)
+
+
+@pytest.mark.parametrize("family, activation, layout", [
+    ("mixtral", "silu", "concatenated"),
+    ("gpt_oss", "gpt_oss", "interleaved"),
+    ("nemotron_h", None, "joint"),
+])  # fmt: skip
+def test_activations_are_recognised(family, activation, layout):
+    found = activation_of(experts_of(tiny_moe(family))[0])
+    assert found["layout"] == layout
+    assert found["activation"] == activation if activation else callable(found["activation"])
+
+
+def test_a_gate_of_another_formula_runs_between_the_gemms():
+    module = experts_of(tiny_moe("mixtral"))[0]
+    module.act_fn = torch.nn.GELU(approximate="tanh")
+    assert activation_of(module)["activation"] == "gelu_tanh"
+    del module.act_fn  # a submodule, which a function cannot replace
+    for act_fn in (F.gelu, F.relu, lambda x: F.silu(x.clamp(max=7))):
+        module.act_fn = act_fn
+        found = activation_of(module)
+        assert found["layout"] == "joint" and callable(found["activation"])
+    module.act_fn = F.silu
+    assert activation_of(module)["activation"] == "silu"
+
+
+def test_limits_of_the_gate_are_read_from_the_module():
+    module = experts_of(tiny_moe("gpt_oss"))[0]
+    module.limit, module.alpha = 5.0, 1.5
+    found = activation_of(module)
+    assert found == {"activation": "gpt_oss", "layout": "interleaved", "alpha": 1.5, "limit": 5.0}
+
+
+def test_a_norm_after_the_experts_is_refused_by_name():
+    model = tiny_moe("mixtral", experts_implementation="grpo_moe")
+    experts_of(model)[0].has_post_expert_norm = True
+    with pytest.raises(ValueError, match="cannot run MixtralExperts: it normalises the output of each expert"):
+        model(IDS)
+
+
+def test_trained_experts_load_in_transformers_alone(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_moe("qwen3_moe", experts_implementation="grpo_moe").eval()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(IDS, labels=IDS).loss.backward()
+    optimizer.step()
+    model.save_pretrained(tmp_path)
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+def experts_of(model):
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]

@@ -48,7 +48,8 @@ def moe_experts(
         gate_up_bias, down_bias: [E, 2I] and [E, H], or None. The down bias is weighted like the rest of the output.
         activation: "silu" (SwiGLU), "gelu_tanh", "gpt_oss" (clamped SwiGLU with ``alpha`` and ``limit``), or a
             function of (gate [M, I], up [M, I]) giving [M, I].
-        layout: "concatenated" ([gate; up]) or "interleaved" (gate, up, gate, up, ...) along 2I.
+        layout: "concatenated" ([gate; up]) or "interleaved" (gate, up, gate, up, ...) along 2I; or "joint" for an
+            activation that is a function of the whole projection [M, D], gated or not, of ``gate_up_proj`` [E, D, H].
         transposed: weights stand as [E, in, out].
         impl: how. All give the same within rounding:
 
@@ -76,7 +77,7 @@ def moe_experts(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
     tensors = (hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias)
-    _check_inputs(*tensors, top_k_index, top_k_weights, transposed)
+    _check_inputs(*tensors, top_k_index, top_k_weights, transposed, layout == "joint")
     act = gated_activation(activation, layout, alpha=alpha, limit=limit)
     if check:
         check_index(top_k_index, len(gate_up_proj))
@@ -130,7 +131,7 @@ def _autocast(hidden_states: torch.Tensor, *others: torch.Tensor | None) -> list
     return [None if x is None else x.to(dtype) for x in (hidden_states, *others)]
 
 
-def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_index, top_k_weights, transposed):
+def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_index, top_k_weights, transposed, joint):
     ranks = {"hidden_states": (hidden, 2), "gate_up_proj": (gate_up_proj, 3), "down_proj": (down_proj, 3)}
     ranks |= {"top_k_index": (top_k_index, 2), "top_k_weights": (top_k_weights, 2)}
     for name, (x, ndim) in ranks.items():
@@ -142,14 +143,15 @@ def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_ind
     experts, intermediate = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
     if experts == 0:
         raise ValueError("down_proj must hold at least one expert, got E = 0; skip the layer where there is none")
-    wide, tall = (2 * intermediate, width), (width, intermediate)
+    joint_width = gate_up_proj.shape[2 if transposed else 1] if joint else 2 * intermediate
+    wide, tall = (joint_width, width), (width, intermediate)
     up_shape, down_shape = ((experts, *(shape[::-1] if transposed else shape)) for shape in (wide, tall))
     for name, x, shape in (
         ("gate_up_proj", gate_up_proj, up_shape),
         ("down_proj", down_proj, down_shape),
         ("top_k_index", top_k_index, (tokens, slots)),
         ("top_k_weights", top_k_weights, (tokens, slots)),
-        ("gate_up_bias", up_bias, (experts, 2 * intermediate)),
+        ("gate_up_bias", up_bias, (experts, joint_width)),
         ("down_bias", down_bias, (experts, width)),
     ):
         if x is not None and x.shape != shape:

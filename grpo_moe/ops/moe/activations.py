@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-LAYOUTS = ("concatenated", "interleaved")
+LAYOUTS = ("concatenated", "interleaved", "joint")
 
 
 def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def gated_activation(
     """Returns the function from gate_up [M, 2I] to [M, I] that the two names stand for.
 
     Raises:
-        ValueError: an activation or layout that is not known.
+        ValueError: an activation or layout that is not known, or "joint" with the name of an activation.
     """
     known = {"silu": silu, "gelu_tanh": gelu_tanh, "gpt_oss": partial(gpt_oss, alpha=alpha, limit=limit)}
     if not callable(activation) and activation not in known:
@@ -42,7 +42,11 @@ def gated_activation(
         )
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; see moe_experts")
+    if layout == "joint" and not callable(activation):
+        raise ValueError(f"layout='joint' needs an activation that is a function, got {activation!r}; see moe_experts")
     function = activation if callable(activation) else known[activation]
+    if layout == "joint":
+        return function
     if layout == "concatenated":
         return lambda gate_up: function(*gate_up.chunk(2, dim=-1))
     return lambda gate_up: function(gate_up[..., ::2], gate_up[..., 1::2])

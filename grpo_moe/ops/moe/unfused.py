@@ -33,7 +33,7 @@ def unfused_experts(
     Args:
         hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias: of one dtype, float32, float16 or bfloat16;
             ``top_k_weights`` may have another.
-        act: differentiable function from gate_up [M, 2I] to [M, I], each row on its own, as
+        act: differentiable function from gate_up [M, D] to [M, I], each row on its own, as
             :func:`~grpo_moe.ops.moe.activations.gated_activation` returns it. M is N * K, whatever the routing: rows
             for which there is no pair repeat the first one, and their gradients are zeros.
 
@@ -49,11 +49,9 @@ def unfused_experts(
     first = gate_up[:1].detach().where(live[:1], 0)
     gate_up = torch.where(live, gate_up, first)  # [N * K, 2I]
     post = act(gate_up)  # [N * K, I]
-    expected = (routing.num_rows, gate_up.shape[1] // 2)
+    expected = (routing.num_rows, down_proj.shape[1 if transposed else 2])
     if post.shape != expected:
-        raise ValueError(
-            f"activation must return shape {expected}, got {tuple(post.shape)}; keep the shape of gate and up"
-        )
+        raise ValueError(f"activation must return shape {expected}, got {tuple(post.shape)}; see layout in moe_experts")
     post = torch.where(live, post, 0).to(hidden_states.dtype)  # also zeroes the gradients of the other rows
     slots = _GroupedLinear.apply(post, down_proj, down_bias, routing, transposed, False)
     return _WeightedSum.apply(slots, top_k_weights, routing)

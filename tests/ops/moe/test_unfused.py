@@ -172,7 +172,7 @@ def test_repeats_are_bitwise_equal_and_a_retained_graph_gives_the_same():
 
 def test_an_activation_of_the_wrong_shape_is_named():
     tensors, _ = make_experts(4, 2, 16, 16, 2)
-    with pytest.raises(ValueError, match=r"activation must return shape \(8, 16\), got \(8, 32\); keep"):
+    with pytest.raises(ValueError, match=r"activation must return shape \(8, 16\), got \(8, 32\); see layout"):
         unfused_experts(**tensors, act=lambda gate_up: gate_up, transposed=False)
 
 
