@@ -28,8 +28,8 @@ import moe
 import torch
 from harness import Contestant
 
+from grpo_moe.ops.launch import INTERPRET
 from grpo_moe.ops.moe.grouped_gemm import ExpertWeight
-from grpo_moe.ops.moe.routing import INTERPRET
 from grpo_moe.ops.moe.single_pass import single_pass_experts, tile_for
 
 HIDDEN, EXPERTS, SLOTS = 768, 8, 2

@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .routing import INTERPRET, Routing, cdiv, next_power_of_2
+from ..launch import INTERPRET, launch
+from .routing import Routing, cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,6 @@ class Gate:
     def options(self) -> dict:
         """Keyword arguments of a launch."""
         return {
-            "alpha": self.alpha,
-            "limit": self.limit,
             "ACTIVATION": self.activation,
             "INTERLEAVED": self.interleaved,
         }
@@ -61,7 +60,9 @@ def activate_backward(
     width = grad.shape[1]
     if grad.numel():
         rows, columns = (16, 32) if INTERPRET else (4 if gate.interleaved else 8, 128)
-        _activate_backward_kernel[(cdiv(routing.num_rows, rows),)](
+        launch(
+            _activate_backward_kernel,
+            (cdiv(routing.num_rows, rows), 1, 1),
             grad,
             pre,
             weights,
@@ -71,6 +72,8 @@ def activate_backward(
             grad if weighted is None else weighted,
             grad_weights,
             width,
+            gate.alpha,
+            gate.limit,
             E=routing.num_experts,
             ROWS=rows,
             BLOCK=min(next_power_of_2(width), columns),

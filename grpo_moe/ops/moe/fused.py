@@ -9,6 +9,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ..launch import INTERPRET
 from .activation_kernels import Gate, activate_backward
 from .fused_kernels import gate_up
 from .grouped_gemm import (
@@ -21,7 +22,7 @@ from .grouped_gemm import (
     tma_fits,
     torch_grouped_outer,
 )
-from .routing import INTERPRET, Routing, route
+from .routing import Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 
 Tensor = torch.Tensor

@@ -6,6 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import launch
 from .activation_kernels import Gate, activation_and_slopes, store_gate_and_up
 from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
 from .routing import Routing, cdiv
@@ -45,7 +46,9 @@ def gate_up(
     b, b_tma = gate_up_operand(weight, gate, tile)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
     programs = num_programs(post.device, expert.shape[0] * cdiv(width, tile.block_n), tile)
-    _gate_up_kernel[(programs,)](
+    launch(
+        _gate_up_kernel,
+        (programs, 1, 1),
         a,
         b,
         post if bias is None else bias,
@@ -60,6 +63,8 @@ def gate_up(
         k,
         rows.values.stride(0),
         routing.num_slots,
+        gate.alpha,
+        gate.limit,
         BY_TOKEN=rows.by_token,
         A_TMA=a_tma,
         B_TMA=b_tma,

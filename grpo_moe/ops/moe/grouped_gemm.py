@@ -10,7 +10,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .routing import INTERPRET, Routing, cdiv
+from ..launch import INTERPRET, launch
+from .routing import Routing, cdiv
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,9 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
     b, b_tma = weight.operand(tile.block_n, tile.block_k, tile.tma)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
     programs = num_programs(out.device, expert.shape[0] * cdiv(n, tile.block_n), tile)
-    _grouped_gemm_kernel[(programs,)](
+    launch(
+        _grouped_gemm_kernel,
+        (programs, 1, 1),
         a,
         b,
         out,
@@ -137,7 +140,9 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
     a, a_tma = left.operand(tile.block_k, tile.block_m, tile.tma)
     b, b_tma = right.operand(tile.block_k, tile.block_n, tile.tma)
     programs = num_programs(out.device, tiles, tile)
-    _grouped_outer_kernel[(programs,)](
+    launch(
+        _grouped_outer_kernel,
+        (programs, 1, 1),
         a,
         b,
         left.values,

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 import torch
 import triton
 import triton.language as tl
 
-INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
+from ..launch import INTERPRET, launch
+
 PAIRS, PART = (64, 16) if INTERPRET else (1024, 64)
 """Pairs a program places, and how many of them at a time."""
 FEW_PAIRS, AHEAD = (16, 32) if INTERPRET else (32, 256)
@@ -77,7 +77,9 @@ class Routing:
             most = _most_tiles(self.num_rows, self.num_experts, block_m)
             tiles = _empty((most, most, 1), self.expert_offsets.device)
             if most:
-                _tiles_kernel[(cdiv(most, TILES),)](
+                launch(
+                    _tiles_kernel,
+                    (cdiv(most, TILES), 1, 1),
                     self.expert_offsets,
                     *tiles,
                     most,
@@ -102,11 +104,22 @@ def route(top_k_index: torch.Tensor, num_experts: int, block_m: int) -> Routing:
     *made, counts, firsts = _empty(sizes, device)
     shape = {"E": num_experts, "BLOCK_E": next_power_of_2(num_experts + 1), "TILES": TILES}
     if blocks == 0:
-        grid = (1 + cdiv(pairs, FEW_PAIRS),)
-        _route_kernel[grid](top_k_index, *made, pairs, most, block_m, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD)
+        grid = (1 + cdiv(pairs, FEW_PAIRS), 1, 1)
+        launch(_route_kernel, grid, top_k_index, *made, pairs, most, block_m, **shape, PAIRS=FEW_PAIRS, AHEAD=AHEAD)
     else:
-        _count_kernel[(blocks,)](top_k_index, counts, pairs, E=num_experts, BLOCK_E=shape["BLOCK_E"], PAIRS=PAIRS)
-        _place_kernel[(blocks,)](
+        launch(
+            _count_kernel,
+            (blocks, 1, 1),
+            top_k_index,
+            counts,
+            pairs,
+            E=num_experts,
+            BLOCK_E=shape["BLOCK_E"],
+            PAIRS=PAIRS,
+        )
+        launch(
+            _place_kernel,
+            (blocks, 1, 1),
             top_k_index,
             counts,
             firsts,

@@ -6,8 +6,9 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launch import INTERPRET, launch
 from .grouped_gemm import Rows, source_rows
-from .routing import INTERPRET, Routing, cdiv, next_power_of_2
+from .routing import Routing, cdiv, next_power_of_2
 
 
 def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
@@ -16,8 +17,17 @@ def gather_rows(values: torch.Tensor, routing: Routing) -> torch.Tensor:
     out = values.new_empty(routing.num_rows, width)
     block = min(next_power_of_2(width), 32 if INTERPRET else 2048)
     if out.numel():
-        _gather_rows_kernel[(tokens, cdiv(width, block))](
-            values, routing.row_of_pair, out, width, values.stride(0), K=routing.num_slots, BLOCK=block, num_warps=4
+        launch(
+            _gather_rows_kernel,
+            (tokens, cdiv(width, block), 1),
+            values,
+            routing.row_of_pair,
+            out,
+            width,
+            values.stride(0),
+            K=routing.num_slots,
+            BLOCK=block,
+            num_warps=4,
         )
     return out
 
@@ -38,7 +48,9 @@ def sum_over_slots(
     out = torch.empty(num_tokens, width, dtype=dtype, device=values.device)
     block = min(next_power_of_2(width), 64 if INTERPRET else 2048)
     if out.numel():
-        _sum_over_slots_kernel[(num_tokens, cdiv(width, block))](
+        launch(
+            _sum_over_slots_kernel,
+            (num_tokens, cdiv(width, block), 1),
             values,
             routing.row_of_pair,
             values if weights is None else weights,
@@ -63,7 +75,9 @@ def sum_by_expert(
     out = torch.empty(routing.num_experts, width, dtype=dtype, device=rows.values.device)
     block = 16 if INTERPRET else 32
     if out.numel():
-        _sum_by_expert_kernel[(routing.num_experts, cdiv(width, block))](
+        launch(
+            _sum_by_expert_kernel,
+            (routing.num_experts, cdiv(width, block), 1),
             rows.values,
             routing.pair_of_row,
             rows.values if weights is None else weights,

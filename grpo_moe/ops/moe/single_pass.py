@@ -7,12 +7,13 @@ import triton
 import triton.language as tl
 from torch.autograd.function import once_differentiable
 
+from ..launch import INTERPRET, launch
 from .activation_kernels import Gate, activation_and_slopes
 from .activations import gated_activation
 from .fused_kernels import gate_up_bias, gate_up_operand, gate_up_product, split_gate_and_up
 from .grouped_gemm import ExpertWeight, Tile, multiply, source_rows, tma_fits, weight_tile
 from .reference import stacked_experts
-from .routing import INTERPRET, Routing, route
+from .routing import Routing, route
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -137,7 +138,9 @@ def _parts(
     up_operand, up_tma = gate_up_operand(up, gate, tile)
     down_operand, down_tma = down.operand(block_d, tile.block_n, tile.tma)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    _single_pass_kernel[(len(expert), splits)](
+    launch(
+        _single_pass_kernel,
+        (len(expert), splits, 1),
         hidden,
         up_operand,
         down_operand,
@@ -152,6 +155,8 @@ def _parts(
         width,
         routing.num_rows,
         routing.num_slots,
+        gate.alpha,
+        gate.limit,
         UP_TMA=up_tma,
         DOWN_TMA=down_tma,
         INNER_FIRST=up.inner_first,
@@ -177,7 +182,9 @@ def _sum_parts(
     out = parts.new_empty(len(weights), width, dtype=dtype)
     block = 32 if INTERPRET else 128
     if out.numel():
-        _sum_parts_kernel[(len(out), triton.cdiv(width, block))](
+        launch(
+            _sum_parts_kernel,
+            (len(out), triton.cdiv(width, block), 1),
             parts,
             routing.row_of_pair,
             weights,

@@ -7,12 +7,13 @@ from itertools import pairwise
 import torch
 from torch.autograd.function import once_differentiable
 
+from ..launch import INTERPRET
 from .activation_kernels import Gate
 from .activations import gated_activation
 from .fused_kernels import gate_up
 from .grouped_gemm import ExpertWeight, Rows, Tile
 from .reference import check_index, expert_linear, stacked_experts
-from .routing import INTERPRET, route
+from .routing import route
 
 MAX_WIDTH = 8192
 """Largest hidden and intermediate size, as in GPT-OSS-Lite."""
