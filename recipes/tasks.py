@@ -89,6 +89,7 @@ PRESETS = {
             yarn_scale_factor=1.0,
             max_position_embeddings=512,
             initializer_range=0.04,
+            moe_dispatch="fused",
         ),
         warm_start=WarmStart(steps=600, learning_rate=1e-3),
         warm_start_batch_size=256,

@@ -332,3 +332,17 @@ def test_labels_give_the_loss_with_the_aux_term():
 def test_a_wrong_config_is_named(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
         tiny_config(**{field: value})
+
+
+def test_triton_grouped_dispatch_equals_stacked():
+    pytest.importorskip("triton")
+    ids = torch.randint(3, 30, (2, 6))
+    models = [tiny_model(moe_dispatch=name) for name in ("stacked", "triton_grouped")]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    made = []
+    for model in models:
+        out = model.to(device, torch.float32)(ids.to(device), labels=ids.to(device))
+        out.loss.backward()
+        made.append([out.logits, *(p.grad for p in model.parameters())])
+    for a, b in zip(*made, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)

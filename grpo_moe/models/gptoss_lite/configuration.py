@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import PreTrainedConfig
 
-MOE_DISPATCH = ("stacked", "fused")
+MOE_DISPATCH = ("stacked", "triton_grouped", "fused")
 
 
 class GptOssLiteConfig(PreTrainedConfig):
@@ -19,7 +19,8 @@ class GptOssLiteConfig(PreTrainedConfig):
         rope_theta, yarn_*: rotary base and YaRN context extension (scale factor 1 switches it off).
         yarn_prune_rope_global: odd layers leave the first head_dim // 4 pairs unrotated.
         max_position_embeddings: longest context in tokens.
-        moe_dispatch: name of the experts implementation: "stacked" (PyTorch) or "fused" (Triton kernels on a GPU).
+        moe_dispatch: name of the experts implementation: "stacked" (PyTorch), "triton_grouped" (the original's: gate,
+            up and activation in one Triton launch) or "fused" (all in Triton on a GPU, forward and backward).
         grad_ckpt_every: with gradient checkpointing on, wrap every g-th block (0, g, 2g, ...).
         router_aux_loss_coef: weight of the load-balancing loss when labels are given; 0 leaves it out.
 
