@@ -151,6 +151,7 @@ def as_one_call(calls: list[Callable[[], object]], device: torch.device) -> Call
     if device.type != "cuda":
         return lambda: [call() for call in calls]
     stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         calls[0]()
     torch.cuda.synchronize(device)

@@ -53,36 +53,40 @@ def run_experts(
 
 
 def activation_of(module: torch.nn.Module) -> dict:
-    """Keyword arguments of :func:`moe_experts` for the activation of an experts module, found by what it computes."""
+    """Keyword arguments of :func:`moe_experts` for the activation of an experts module, found by what it computes.
+
+    The answer stays with the module for as long as its numbers and its ``act_fn`` do not change.
+    """
     if not module.has_gate:
         return {"activation": module.act_fn, "layout": "joint"}
-    numbers = {"alpha": float(getattr(module, "alpha", 1.702)), "limit": float(getattr(module, "limit", 7.0))}
-    act_fn = getattr(module, "act_fn", None)
-    key = (type(module)._apply_gate, repr(act_fn), module.is_concatenated, *numbers.values())
-    if key not in _known:
-        _known[key] = _recognise(
-            module._apply_gate, "concatenated" if module.is_concatenated else "interleaved", numbers
+    settings = [repr(getattr(module, "act_fn", None))]
+    settings += [(name, x) for name, x in vars(module).items() if type(x) in (int, float)]
+    known = getattr(module, "_recognised_gate", None)
+    if known is None or known[0] != settings:
+        layout = "concatenated" if module.is_concatenated else "interleaved"
+        numbers = {name: getattr(module, name, None) for name in ("alpha", "limit")}
+        known = (
+            settings,
+            _recognise(module._apply_gate, layout, {n: float(x) for n, x in numbers.items() if x is not None}),
         )
-    named = _known[key]
-    return {"activation": module._apply_gate, "layout": "joint"} if named is None else {**named, **numbers}
-
-
-_known: dict[tuple, dict | None] = {}
+        module._recognised_gate = known
+    return known[1] or {"activation": module._apply_gate, "layout": "joint"}
 
 
 @torch.no_grad()
 def _recognise(apply_gate: Callable, layout: str, numbers: dict[str, float]) -> dict | None:
-    """Which activation of ours equals ``apply_gate`` to rounding on values inside and far outside of its limits."""
-    values = torch.linspace(-30, 30, 8 * 62, dtype=torch.float32).view(-1, 8)
-    gate_up = values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]
+    """The activation of ours that equals ``apply_gate`` to rounding, near zero and far beyond any limit; or None."""
+    sizes = torch.cat([torch.linspace(0.01, 12, 248, device="cpu"), torch.logspace(1, 4, 248, device="cpu")])
+    numbered = torch.arange(len(sizes), device="cpu")
+    gate_up = (sizes * (1 - 2 * (numbered % 2)))[numbered * 197 % len(sizes)].view(-1, 8)  # signs and sizes mixed
     try:
-        expected = apply_gate(gate_up)
+        expected = apply_gate(gate_up.clone())
     except RuntimeError:  # it holds tensors of another device or dtype: no kernel knows it
         return None
     for activation in ("silu", "gelu_tanh", "gpt_oss"):
         ours = gated_activation(activation, layout, **numbers)(gate_up)
         if expected.shape == ours.shape and torch.allclose(ours, expected, rtol=1e-5, atol=1e-5):
-            return {"activation": activation, "layout": layout}
+            return {"activation": activation, "layout": layout, **numbers}
     return None
 
 

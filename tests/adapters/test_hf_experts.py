@@ -71,9 +71,25 @@ def test_a_gate_of_another_formula_runs_between_the_gemms():
 
 def test_limits_of_the_gate_are_read_from_the_module():
     module = experts_of(tiny_moe("gpt_oss"))[0]
-    module.limit, module.alpha = 5.0, 1.5
-    found = activation_of(module)
-    assert found == {"activation": "gpt_oss", "layout": "interleaved", "alpha": 1.5, "limit": 5.0}
+    for limit, alpha in ((5.0, 1.5), (100.0, 1.702)):
+        module.limit, module.alpha = limit, alpha
+        found = activation_of(module)
+        assert found == {"activation": "gpt_oss", "layout": "interleaved", "alpha": alpha, "limit": limit}
+
+
+@pytest.mark.parametrize("limits", [(50.0, 7.0), (7.0, 50.0), (100.0, 1000.0)])
+def test_a_gate_with_a_number_of_its_own_is_not_taken_for_another(limits):
+    """As Glm5Next's: a clamp before silu, with a limit by a name of its own; in place, too."""
+
+    def apply_gate(self, gate_up):
+        gate, up = gate_up.chunk(2, -1)
+        return F.silu(gate.clamp_(max=self.swiglu_limit)) * up
+
+    module = experts_of(tiny_moe("mixtral"))[0]
+    for limit in limits:
+        module.swiglu_limit = limit
+        module._apply_gate = apply_gate.__get__(module)
+        assert activation_of(module)["layout"] == "joint"
 
 
 def test_a_norm_after_the_experts_is_refused_by_name():

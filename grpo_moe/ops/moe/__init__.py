@@ -11,6 +11,7 @@ from .activations import gated_activation
 from .reference import check_index, stacked_experts
 
 IMPLEMENTATIONS = ("fused", "stacked", "triton_grouped", "single_pass")
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 __all__ = ["IMPLEMENTATIONS", "moe_experts"]
@@ -37,7 +38,9 @@ def moe_experts(
     """Sends every token through its top-k gated experts and sums their outputs by the routing weights.
 
     Sums over slots and inside the products are float32 or wider and in a fixed order: results repeat to the bit.
-    Under autocast all floating inputs but ``top_k_weights`` are rounded to its dtype.
+    Under autocast the kernels round all floating inputs but ``top_k_weights`` to its dtype, and PyTorch its products.
+    torch.compile(fullgraph=True) and torch.export see one operator for "fused" with the name of an activation on a GPU;
+    the other kernels break the graph. None of the kernels has a second derivative: asking for it raises RuntimeError.
 
     Args:
         hidden_states: [N, H].
@@ -60,8 +63,8 @@ def moe_experts(
             - "triton_grouped": gate, up and activation in one Triton launch, the rest in PyTorch; H and I to 8,192.
             - "single_pass": up, activation and down in one Triton kernel, for inference with few tokens an expert and
               I > H; its backward pass is that of "stacked".
-        memory_efficient: with the kernels, the backward pass overwrites the pre-activations: a second one through the
-            same graph raises RuntimeError.
+        memory_efficient: "fused" with a named activation on a GPU overwrites the pre-activations in its backward pass:
+            a second one through the same graph raises RuntimeError. Elsewhere it does nothing.
         alpha, limit: of "gpt_oss".
         check: look at the indices on a GPU too, which waits for the device; on a CPU they are always checked. An index
             outside of -1..E is otherwise skipped there.
@@ -137,8 +140,14 @@ def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_ind
     for name, (x, ndim) in ranks.items():
         if x.ndim != ndim:
             raise ValueError(f"{name} must have {ndim} dimensions, got shape {tuple(x.shape)}; see moe_experts")
-    if top_k_index.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"top_k_index must be int32 or int64, got {top_k_index.dtype}; cast it")
+    floating = ("bfloat16, float16, float32 or float64", DTYPES)
+    for name, x, (names, dtypes) in (
+        ("hidden_states", hidden, floating),
+        ("top_k_weights", top_k_weights, floating),
+        ("top_k_index", top_k_index, ("int32 or int64", (torch.int32, torch.int64))),
+    ):
+        if x.dtype not in dtypes:
+            raise ValueError(f"{name} must be {names}, got {x.dtype}; cast it")
     (tokens, width), slots = hidden.shape, top_k_index.shape[1]
     experts, intermediate = down_proj.shape[0], down_proj.shape[1 if transposed else 2]
     if experts == 0:
@@ -146,21 +155,25 @@ def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_ind
     joint_width = gate_up_proj.shape[2 if transposed else 1] if joint else 2 * intermediate
     wide, tall = (joint_width, width), (width, intermediate)
     up_shape, down_shape = ((experts, *(shape[::-1] if transposed else shape)) for shape in (wide, tall))
-    for name, x, shape in (
-        ("gate_up_proj", gate_up_proj, up_shape),
-        ("down_proj", down_proj, down_shape),
-        ("top_k_index", top_k_index, (tokens, slots)),
-        ("top_k_weights", top_k_weights, (tokens, slots)),
-        ("gate_up_bias", up_bias, (experts, joint_width)),
-        ("down_bias", down_bias, (experts, width)),
-    ):
-        if x is not None and x.shape != shape:
-            raise ValueError(f"{name} must be of shape {shape}, got {tuple(x.shape)}; see layout and transposed")
-        if x is not None and x.device != hidden.device:
+    _check_shapes(hidden, (
+        ("gate_up_proj", gate_up_proj, up_shape, "see layout and transposed"),
+        ("down_proj", down_proj, down_shape, "see layout and transposed"),
+        ("gate_up_bias", up_bias, (experts, joint_width), "see layout"),
+        ("down_bias", down_bias, (experts, width), "see down_proj"),
+    ), same_dtype=not torch.is_autocast_enabled(hidden.device.type))  # fmt: skip
+    _check_shapes(hidden, (
+        ("top_k_index", top_k_index, (tokens, slots), "route the same tokens"),
+        ("top_k_weights", top_k_weights, (tokens, slots), "route the same tokens"),
+    ), same_dtype=False)  # fmt: skip
+
+
+def _check_shapes(hidden, expected, *, same_dtype: bool) -> None:
+    for name, x, shape, fix in expected:
+        if x is None:
+            continue
+        if x.shape != shape:
+            raise ValueError(f"{name} must be of shape {shape}, got {tuple(x.shape)}; {fix}")
+        if x.device != hidden.device:
             raise ValueError(f"{name} must be on {hidden.device} as hidden_states, got {x.device}; move it there")
-    if not torch.is_autocast_enabled(hidden.device.type):
-        parameters = {"gate_up_proj": gate_up_proj, "down_proj": down_proj}
-        parameters |= {"gate_up_bias": up_bias, "down_bias": down_bias}
-        for name, x in parameters.items():
-            if x is not None and x.dtype != hidden.dtype:
-                raise ValueError(f"{name} must be {hidden.dtype} as hidden_states, got {x.dtype}; cast it or autocast")
+        if same_dtype and x.dtype != hidden.dtype:
+            raise ValueError(f"{name} must be {hidden.dtype} as hidden_states, got {x.dtype}; cast it or autocast")

@@ -92,9 +92,9 @@ def _sigmoid(x):
 def activation_and_slopes(g, u, alpha, limit, ACTIVATION: tl.constexpr):
     """The activation, and its derivatives by gate and up."""
     if ACTIVATION == "gpt_oss":
-        low = u < -limit
         inside_g, inside_u = g <= limit, (u <= limit) & (u >= -limit)
-        g, u = tl.minimum(g, limit), tl.where(low, -limit, tl.minimum(u, limit))
+        g = tl.where(g > limit, limit, g)  # a minimum would hide NaN
+        u = tl.where(u > limit, limit, tl.where(u < -limit, -limit, u))
         s = _sigmoid(alpha * g)
         out = (u + 1) * g * s
         by_g = tl.where(inside_g, (u + 1) * s * (1 + alpha * g * (1 - s)), 0.0)

@@ -36,7 +36,7 @@ def gated_activation(
         ValueError: an activation or layout that is not known, or "joint" with the name of an activation.
     """
     known = {"silu": silu, "gelu_tanh": gelu_tanh, "gpt_oss": partial(gpt_oss, alpha=alpha, limit=limit)}
-    if not callable(activation) and activation not in known:
+    if not callable(activation) and not (isinstance(activation, str) and activation in known):
         raise ValueError(
             f"activation must be one of {', '.join(known)} or a function, got {activation!r}; see moe_experts"
         )

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ..launch import INTERPRET
@@ -22,6 +21,7 @@ from .grouped_gemm import (
     tma_fits,
     torch_grouped_outer,
 )
+from .reference import first_order
 from .routing import Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 
@@ -45,17 +45,17 @@ def fused_experts(
     alpha: float,
     limit: float,
     memory_efficient: bool,
-    gemm: str = "auto",
+    backend: str = "auto",
 ) -> Tensor:
     """:func:`grpo_moe.ops.moe_experts` by Triton kernels, without a host synchronisation.
 
     Args:
-        gemm: "triton", or "auto" to leave the weights' gradients to torch's grouped_mm where it is faster.
+        backend: "triton", or "auto" to leave the weights' gradients to torch's grouped_mm where it is faster.
     """
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias)
     keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     given = [None if t is None else t.contiguous() for t in (*tensors, top_k_index)]
-    options = Options(Gate(activation, layout == "interleaved", alpha, limit), transposed, gemm, memory_efficient)
+    options = Options(Gate(activation, layout == "interleaved", alpha, limit), transposed, backend, memory_efficient)
     if _is_traced(given):
         return _experts(*given, *options.flat(), keep)[0]
     return _Experts.apply(*given, options) if keep else _run(given, options, keep)[0]
@@ -66,7 +66,7 @@ class Options(NamedTuple):
 
     gate: Gate
     transposed: bool
-    gemm: str
+    backend: str
     memory_efficient: bool
 
     def flat(self) -> tuple:
@@ -106,7 +106,7 @@ def _gradients(
     """The needed gradients of the six floating inputs, None for the others."""
     hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index = tensors
     need_hidden, need_up, need_down, need_weights, need_up_bias, need_down_bias = needed
-    transposed, weight_gemm = options.transposed, options.gemm
+    transposed, backend = options.transposed, options.backend
     grads: list[Tensor | None] = [None] * 6
     grad_rows, weights = sorted_rows(grad, routing), top_k_weights.view(-1)
     if need_down_bias:
@@ -124,11 +124,11 @@ def _gradients(
             grad_weights += _bias_part(grad, down_bias, top_k_index)
         grads[3] = grad_weights.to(top_k_weights.dtype)
     if need_down:
-        grads[2] = outer(grad_rows, Rows(weighted, False), transposed, routing, down_proj, weight_gemm)
+        grads[2] = outer(grad_rows, Rows(weighted, False), transposed, routing, down_proj, backend)
     del grad_rows, weighted
     pre_rows = Rows(grad_pre, by_token=False)
     if need_up:
-        grads[1] = outer(pre_rows, sorted_rows(hidden_states, routing), transposed, routing, gate_up_proj, weight_gemm)
+        grads[1] = outer(pre_rows, sorted_rows(hidden_states, routing), transposed, routing, gate_up_proj, backend)
     if need_up_bias:
         grads[4] = sum_by_expert(pre_rows, routing, gate_up_bias.dtype)
     if need_hidden:
@@ -148,7 +148,7 @@ class _Experts(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         _use_up(ctx)
         *tensors, pre = ctx.saved_tensors
@@ -182,13 +182,13 @@ def _forward_operator(
     alpha: float,
     limit: float,
     transposed: bool,
-    gemm: str,
+    backend: str,
     memory_efficient: bool,
     keep: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, pre-activations (empty unless kept), and the tensors of the routing."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
-    options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
+    options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
     out, pre, routing = _run(tensors, options, keep)
     return out, hidden_states.new_empty(0) if pre is None else pre, *(x.clone() for x in routing.tensors)
 
@@ -225,7 +225,7 @@ def _backward_operator(
     alpha: float,
     limit: float,
     transposed: bool,
-    gemm: str,
+    backend: str,
     memory_efficient: bool,
     needed: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -233,7 +233,7 @@ def _backward_operator(
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
     numbers = (pair_of_row, row_of_pair, expert_of_row, expert_offsets)
     routing = Routing(*numbers, top_k_index.shape[1], gate_up_proj.shape[0])
-    options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
+    options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
     grads = _gradients(grad, tensors, pre, routing, options, needed)
     return tuple(grad.new_empty(0) if x is None else x for x in grads)
 
@@ -255,9 +255,9 @@ for _operator in _BACKWARD.values():
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, activation, interleaved, alpha, limit, transposed, gemm, memory_efficient, _ = inputs
+    *tensors, activation, interleaved, alpha, limit, transposed, backend, memory_efficient, _ = inputs
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options = Options(Gate(activation, interleaved, alpha, limit), transposed, gemm, memory_efficient)
+    ctx.options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
     ctx.set_materialize_grads(False)
 
 
@@ -274,28 +274,33 @@ def _backward(ctx, grad, *_):
 _experts.register_autograd(_backward, setup_context=_setup_context)
 
 
-def outer(left: Rows, right: Rows, transposed: bool, routing: Routing, weight: Tensor, gemm: str = "auto") -> Tensor:
+def outer(left: Rows, right: Rows, transposed: bool, routing: Routing, weight: Tensor, backend: str = "auto") -> Tensor:
     """Gradient of a weight [E, N, K], [E, K, N] if ``transposed``: by expert, rows of left [N] times right [K].
 
     Args:
-        gemm: "triton"; "auto" for torch's grouped_mm where that is faster: bf16 on Hopper or newer, many rows.
+        backend: "triton"; "auto" for torch's grouped_mm where that is faster: bf16 on a large GPU, many rows.
     """
     left, right = (right, left) if transposed else (left, right)
-    gathered = not (left.by_token or right.by_token)
-    aligned = all(size % 8 == 0 for size in weight.shape[1:])
-    if gemm == "auto" and gathered and aligned and weight.dtype == torch.bfloat16 and tma_fits(weight):
+    if backend == "auto" and _torch_is_faster(left, right, weight):
         return torch_grouped_outer(left.values, right.values, routing)
     return grouped_outer(
         left, right, routing, tile_of("outer", routing.rows_an_expert, weight), torch.empty_like(weight)
     )
 
 
+def _torch_is_faster(left: Rows, right: Rows, weight: Tensor) -> bool:
+    gathered = not (left.by_token or right.by_token)
+    aligned = all(size % 8 == 0 for size in weight.shape[1:]) and tma_fits(weight)
+    return gathered and aligned and weight.dtype == torch.bfloat16 and (INTERPRET or has_large_tiles(weight.device))
+
+
 def _bias_part(grad: Tensor, down_bias: Tensor, top_k_index: Tensor) -> Tensor:
     """[N, K] fp32: the output's gradient along the bias of each slot's expert; 0 for a skipped slot."""
-    if grad.is_cuda and grad.dtype != torch.float32:
-        along = torch.mm(grad, down_bias.T, out_dtype=torch.float32)  # [N, E]
-    else:
-        along = grad.float() @ down_bias.float().T
+    with torch.autocast(grad.device.type, enabled=False):
+        if grad.is_cuda and grad.dtype != torch.float32:
+            along = torch.mm(grad, down_bias.T, out_dtype=torch.float32)  # [N, E]
+        else:
+            along = grad.float() @ down_bias.float().T
     experts = len(down_bias)
     routed = (top_k_index >= 0) & (top_k_index < experts)
     return along.gather(1, top_k_index.clamp(0, experts - 1).long()).masked_fill(~routed, 0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -45,6 +46,45 @@ def stacked_experts(
     summed = torch.zeros(tokens * slots, hidden, dtype=weighted.dtype, device=weighted.device)
     summed = summed.index_copy(0, pairs, weighted).view(tokens, slots, hidden)
     return summed.sum(1, dtype=torch.promote_types(weighted.dtype, torch.float32)).to(hidden_states.dtype)
+
+
+def stacked_gradients(
+    grad: torch.Tensor,
+    tensors: Sequence[torch.Tensor | None],
+    top_k_index: torch.Tensor,
+    needed: Sequence[bool],
+    **options,
+) -> list[torch.Tensor | None]:
+    """Gradients of :func:`stacked_experts`, which runs again for them.
+
+    Args:
+        grad: [N, H] of the output.
+        tensors: hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias.
+        needed: which of their gradients; the others are None.
+        options: act and transposed.
+    """
+    with torch.enable_grad():
+        leaves = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(tensors, needed, strict=True)]
+        hidden, up, down, weights, up_bias, down_bias = leaves
+        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
+        out = stacked_experts(hidden, up, down, top_k_index, weights, **biases, **options)
+    found = iter(torch.autograd.grad(out, [x for x, n in zip(leaves, needed, strict=True) if n], grad))
+    return [next(found) if n else None for n in needed]
+
+
+def first_order(backward: Callable) -> Callable:
+    """A hand-written backward pass that raises RuntimeError, instead of a wrong result, where it is differentiated."""
+
+    @functools.wraps(backward)
+    def checked(ctx, *grads):
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "create_graph must be False for experts by kernels, got True: they have no second derivative; "
+                "use impl='stacked'"
+            )
+        return backward(ctx, *grads)
+
+    return checked
 
 
 def expert_linear(x, weight, bias, expert, transposed):

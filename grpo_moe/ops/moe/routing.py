@@ -151,8 +151,8 @@ def _most_tiles(pairs: int, experts: int, block_m: int) -> int:
 @triton.jit
 def _experts_of(index_ptr, pair, pairs, E: tl.constexpr):
     """Experts of pairs; E where a slot is skipped or the pair does not exist."""
-    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1).to(tl.int32)
-    return tl.where((expert >= 0) & (expert < E), expert, E)
+    expert = tl.load(index_ptr + pair, mask=pair < pairs, other=-1)
+    return tl.where((expert >= 0) & (expert < E), expert, E).to(tl.int32)
 
 
 @triton.jit

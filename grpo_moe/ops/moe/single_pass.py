@@ -5,19 +5,19 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch.autograd.function import once_differentiable
 
 from ..launch import INTERPRET, launch
 from .activation_kernels import Gate, activation_and_slopes
 from .activations import gated_activation
 from .fused_kernels import gate_up_bias, gate_up_operand, gate_up_product, split_gate_and_up
 from .grouped_gemm import ExpertWeight, Tile, multiply, source_rows, tma_fits, weight_tile
-from .reference import stacked_experts
+from .reference import first_order, stacked_gradients
 from .routing import Routing, route
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
+@torch.compiler.disable
 def single_pass_experts(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,
@@ -88,17 +88,11 @@ class _SinglePass(torch.autograd.Function):
         return _sum_parts(parts, routing, weights, down_bias, index, hidden.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
-        *saved, top_k_index = ctx.saved_tensors
+        *tensors, top_k_index = ctx.saved_tensors
         needed = ctx.needs_input_grad[:6]
-        with torch.enable_grad():
-            leaves = [None if x is None else x.detach().requires_grad_(n) for x, n in zip(saved, needed, strict=True)]
-            hidden, up, down, weights, up_bias, down_bias = leaves
-            biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-            out = stacked_experts(hidden, up, down, top_k_index, weights, **biases, **ctx.options)
-        found = iter(torch.autograd.grad(out, [x for x, n in zip(leaves, needed, strict=True) if n], grad))
-        return *(next(found) if n else None for n in needed), *(None,) * 4
+        return *stacked_gradients(grad, tensors, top_k_index, needed, **ctx.options), *(None,) * 4
 
 
 def tile_for(num_rows: int, up: ExpertWeight, down: ExpertWeight) -> Tile:

@@ -6,16 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .fused import gemm, outer, sorted_rows, tile_of
 from .grouped_gemm import ExpertWeight, Rows
+from .reference import first_order
 from .routing import Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 
 Tensor = torch.Tensor
 
 
+@torch.compiler.disable
 def unfused_experts(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -79,7 +80,7 @@ class _GroupedLinear(torch.autograd.Function):
         return out if bias is None else out.add_(bias.index_select(0, routing.expert_of_row))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         values, weight = ctx.saved_tensors
         routing, transposed = ctx.routing, ctx.transposed
@@ -110,7 +111,7 @@ class _WeightedSum(torch.autograd.Function):
         return sum_over_slots(slots, routing, len(weights), weights.view(-1), slots.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         slots, weights = ctx.saved_tensors
         routing = ctx.routing

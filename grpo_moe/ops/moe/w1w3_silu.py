@@ -5,14 +5,13 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from ..launch import INTERPRET
 from .activation_kernels import Gate
 from .activations import gated_activation
 from .fused_kernels import gate_up
 from .grouped_gemm import ExpertWeight, Rows, Tile
-from .reference import check_index, expert_linear, stacked_experts
+from .reference import check_index, expert_linear, first_order, stacked_gradients
 from .routing import route
 
 MAX_WIDTH = 8192
@@ -20,6 +19,7 @@ MAX_WIDTH = 8192
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
+@torch.compiler.disable
 def triton_grouped_experts(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,
@@ -83,20 +83,11 @@ class _TritonGrouped(torch.autograd.Function):
         return slots.sum(1, dtype=torch.promote_types(slots.dtype, torch.float32)).to(hidden.dtype)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         *tensors, top_k_index = ctx.saved_tensors
-        needed = ctx.needs_input_grad[: len(tensors)]
-        leaves = [
-            None if x is None else x.detach().requires_grad_(need) for x, need in zip(tensors, needed, strict=True)
-        ]
-        hidden, up, down, weights, up_bias, down_bias = leaves
-        biases = {"gate_up_bias": up_bias, "down_bias": down_bias}
-        with torch.enable_grad():
-            out = stacked_experts(hidden, up, down, top_k_index, weights, **biases, **ctx.options)
-        wanted = [x for x, need in zip(leaves, needed, strict=True) if need]
-        grads = iter(torch.autograd.grad(out, wanted, grad))
-        return *(next(grads) if need else None for need in needed), *(None,) * 4
+        needed = ctx.needs_input_grad[:6]
+        return *stacked_gradients(grad, tensors, top_k_index, needed, **ctx.options), *(None,) * 4
 
 
 def _tile(hidden_states: torch.Tensor) -> Tile:
