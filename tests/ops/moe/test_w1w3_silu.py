@@ -6,7 +6,7 @@ import pytest
 import torch
 from expert_cases import NAMES, assert_close, make_experts, outcome, truth
 
-from grpo_moe.ops.moe import w1w3_silu
+from grpo_moe.ops.moe import reference, w1w3_silu
 from grpo_moe.ops.moe.activations import gated_activation
 from grpo_moe.ops.moe.reference import stacked_experts
 from grpo_moe.ops.moe.w1w3_silu import triton_grouped_experts
@@ -61,7 +61,7 @@ def test_only_needed_gradients(needed, monkeypatch):
         biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
         return stacked_experts(hidden, up, down, index, weights, **biases, **options)
 
-    monkeypatch.setattr(w1w3_silu, "stacked_experts", spy)
+    monkeypatch.setattr(reference, "stacked_experts", spy)
     actual = outcome(triton_grouped_experts, tensors, upstream, torch.float32, needed, transposed=False, **SILU)
     assert set(actual) == {"out", *needed}
     assert tuple(name for name, x in zip(NAMES, given, strict=bool(needed)) if x.requires_grad) == needed
