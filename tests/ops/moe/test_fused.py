@@ -195,7 +195,11 @@ def test_an_index_beyond_32_bits_is_skipped():
     assert torch.equal(moe_experts(**tensors), moe_experts(**skipped))
 
 
-@pytest.mark.parametrize("options", [{}, {"activation": lambda gate, up: gate * up}, {"impl": "single_pass"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"activation": lambda gate, up: gate * up}, {"impl": "single_pass"}],
+    ids=["fused", "function", "single_pass"],
+)
 def test_a_second_derivative_is_refused(options):
     tensors, _ = make(4, 3, 16, 16, 2)
     hidden = tensors["hidden_states"].requires_grad_()

@@ -1,0 +1,450 @@
+"""Records which experts a model chose, and makes a later forward, or the recompute of a checkpoint, choose the same."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class RoutingRecord:
+    """Experts of every token and router of a batch of sequences. Methods return new records."""
+
+    indices: torch.Tensor
+    """[B, T, L, K] int16 or int32, in the router's order. K times -1: no record, route that token naturally."""
+    layers: tuple[int, ...]
+    """[L] number of the decoder layer of each router, increasing; dense layers have no entry."""
+    num_experts: int
+    """E of each router."""
+
+    def __post_init__(self):
+        shape, dtype = tuple(self.indices.shape), self.indices.dtype
+        if len(shape) != 4 or shape[2] != len(self.layers) or dtype not in (torch.int16, torch.int32):
+            raise ValueError(
+                f"indices must be [B, T, {len(self.layers)} layers, K] int16 or int32, got {shape} {dtype}; cast them"
+            )
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers must be increasing layer numbers, got {self.layers}; sort indices with them")
+
+    def to(self, device: torch.device | str) -> RoutingRecord:
+        """The record on another device; replay is fastest on the model's."""
+        return replace(self, indices=self.indices.to(device))
+
+    def rows(self, rows: torch.Tensor | slice) -> RoutingRecord:
+        """The given sequences, in that order: a micro-batch."""
+        return replace(self, indices=self.indices[rows])
+
+    def resize(self, width: int) -> RoutingRecord:
+        """Cut, or padded with -1 on the right, to ``width`` tokens."""
+        missing = max(width - self.indices.shape[1], 0)
+        return replace(self, indices=F.pad(self.indices[:, :width], (0, 0, 0, 0, 0, missing), value=-1))
+
+    def pack(self, token_mask: torch.Tensor) -> RoutingRecord:
+        """The N tokens where ``token_mask`` [B, T] is True, row after row, as one sequence [1, N, L, K]."""
+        return replace(self, indices=self.indices[token_mask.bool()][None])
+
+    def unpack(self, token_mask: torch.Tensor) -> RoutingRecord:
+        """The inverse of :meth:`pack`, -1 elsewhere; with another mask, the same tokens padded in another way."""
+        shape, tokens = tuple(self.indices.shape), int(token_mask.sum())
+        if shape[:2] != (1, tokens):
+            raise ValueError(f"token_mask must hold the N tokens of this packed {shape}, got {tokens}; use such a mask")
+        return replace(self, indices=_scatter(self.indices[0], token_mask.bool()))
+
+    @staticmethod
+    def concat_rows(records: Sequence[RoutingRecord]) -> RoutingRecord:
+        """Records of micro-batches as one batch, padded with -1 to the longest."""
+        width = max(record.indices.shape[1] for record in records)
+        return _concat([record.resize(width) for record in records], dim=0)
+
+    @staticmethod
+    def concat_steps(records: Sequence[RoutingRecord]) -> RoutingRecord:
+        """Records of the forwards of one generation, prefill first, joined along T.
+
+        The last sampled token was never forwarded: T is one less than the sequence's; :meth:`resize` adds its -1.
+        """
+        return _concat(records, dim=1)
+
+    def check_entries(self) -> None:
+        """Raises ValueError unless each entry is K different experts of 0..E-1, or K times -1."""
+        entries = self.indices.sort(-1).values
+        low, high = entries[..., 0], entries[..., -1]
+        repeated = (entries[..., 1:] == entries[..., :-1]).any(-1)
+        wrong = ((low < 0) | (high >= self.num_experts) | repeated) & ((low != -1) | (high != -1))
+        if wrong.any():
+            row, token, layer = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"the entry of layer {self.layers[layer]} must be {self.indices.shape[-1]} different experts of "
+                f"0..{self.num_experts - 1} or all -1, got {self.indices[row, token, layer].tolist()} at row {row}, "
+                f"token {token}; record it again, or set it to -1"
+            )
+
+    def flip_rate(self, other: RoutingRecord, token_mask: torch.Tensor | None = None):
+        """Share of tokens whose set of experts differs in a layer [L], and share that differ in any layer [], fp32.
+
+        Over tokens under ``token_mask`` [B, T] that both records have; NaN when there is none.
+
+        Source: R3, arXiv 2510.11370 (differences by router and by token).
+        """
+        _check_alike([self, other])
+        if self.indices.shape != other.indices.shape:
+            shapes = tuple(self.indices.shape), tuple(other.indices.shape)
+            raise ValueError(f"other must have shape {shapes[0]}, got {shapes[1]}; cut it with rows() and resize()")
+        compared = (self.indices[..., 0] >= 0) & (other.indices[..., 0] >= 0)  # [B, T, L]
+        if token_mask is not None:
+            compared &= token_mask.bool()[..., None]
+        flipped = (self.indices.sort(-1).values != other.indices.sort(-1).values).any(-1) & compared
+        by_layer = flipped.sum((0, 1)) / compared.sum((0, 1))
+        return by_layer, flipped.any(-1).sum() / compared.any(-1).sum()
+
+    def expert_load(self, token_mask: torch.Tensor | None = None) -> torch.Tensor:
+        """Tokens [L, E] int64 of each expert, over those under ``token_mask`` [B, T]; -1 counts nowhere.
+
+        Loads of micro-batches and processes add up: pass their sum to :func:`dead_experts` and :func:`max_violation`.
+        """
+        layers, known = len(self.layers), self.indices >= 0
+        if token_mask is not None:
+            known &= token_mask.bool()[..., None, None]
+        first = torch.arange(layers, device=self.indices.device)[:, None] * self.num_experts
+        assigned = (self.indices.long() + first)[known]
+        return torch.bincount(assigned, minlength=layers * self.num_experts).view(layers, self.num_experts)
+
+
+def dead_experts(expert_load: torch.Tensor) -> torch.Tensor:
+    """Number of experts without a token: ``expert_load`` [..., E] -> [...] int64."""
+    return (expert_load == 0).sum(-1)
+
+
+def max_violation(expert_load: torch.Tensor) -> torch.Tensor:
+    """Max load / mean load - 1: ``expert_load`` [..., E] -> [...] fp32; 0 is balanced, NaN without a token.
+
+    Source: Auxiliary-loss-free load balancing, arXiv 2408.15664 (MaxVio).
+    """
+    load = expert_load.float()
+    return load.amax(-1) / load.mean(-1) - 1
+
+
+class RoutingReplay:
+    """Hooks on the routers of a transformers MoE model, to record and to replay what they choose.
+
+    A router is the child ``gate`` or ``router`` beside a child ``experts``. Only the discrete choice is replayed:
+    weights come from the live logits by the router's own rule, so the gradient reaches the router. The model may be
+    wrapped (DDP, FSDP2, PEFT). Hooks go with :meth:`close` or at the end of a ``with`` block.
+
+    Checkpointed layers recompute with the experts of their own forward, also when nothing is replayed, once enabled by
+    ``model.gradient_checkpointing_enable(replay.checkpointing_kwargs)``; :meth:`replay` may then end before backward,
+    and several forwards may precede it. Other checkpointing (reentrant, accelerate's wrapper) raises in backward.
+
+    Not recorded: the last sampled token of a generation, and forwards that run no Python, as replays of CUDA graphs.
+
+    Raises:
+        ValueError: no router is found, two share a layer number, or experts stand without a router.
+
+    Source: R3, arXiv 2510.11370; GSPO, arXiv 2507.18071 (routing replay).
+    """
+
+    def __init__(self, model: nn.Module):
+        base = next((m.base_model for m in model.modules() if isinstance(m, PreTrainedModel)), None)
+        if base is None:
+            raise ValueError(f"model must be or wrap a transformers model, got {type(model).__name__}; pass one")
+        routers = _find_routers(base)
+        self.layers = tuple(sorted(routers))
+        # Plain attributes, not thread-locals: on a GPU the recompute runs in a thread of autograd.
+        self._forward: _Forward | None = None
+        self._region: _Region | None = None
+        self._record: RoutingRecord | None = None
+        self._unused = False
+        self._sink: list[RoutingRecord] | None = None
+        self._rules: dict[int, _Rule] = {}
+        self._handles = [
+            base.register_forward_pre_hook(self._begin, with_kwargs=True),
+            base.register_forward_hook(self._end, always_call=True),
+        ]
+        for layer, (name, router) in routers.items():
+            self._handles.append(router.register_forward_hook(functools.partial(self._route, layer, name)))
+
+    def close(self) -> None:
+        """Removes the hooks."""
+        for handle in self._handles:
+            handle.remove()
+
+    def __enter__(self) -> RoutingReplay:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self.close()
+
+    @property
+    def checkpointing_kwargs(self) -> dict:
+        """For ``gradient_checkpointing_enable``: non-reentrant, with recomputes bound to their forwards."""
+        return {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
+
+    @contextmanager
+    def record(self) -> Iterator[list[RoutingRecord]]:
+        """Yields a list that gets a record [B, T, L, K] of each forward inside (of what is used, under a replay).
+
+        Join them with :meth:`RoutingRecord.concat_rows` (micro-batches) or ``concat_steps`` (a generation).
+        """
+        outer, self._sink = self._sink, []
+        try:
+            yield self._sink
+        finally:
+            self._sink = outer
+
+    @contextmanager
+    def replay(self, record: RoutingRecord) -> Iterator[None]:
+        """Every forward inside, of [B, T] tokens, takes the experts of ``record`` [B, T, L, K]; -1 routes naturally.
+
+        Raises:
+            ValueError: a router without a record, a layer of the record without a router, an entry that is no set of
+                experts, another shape, K or E than the forward's; at the end, when no forward consumed the record.
+        """
+        if record.layers != self.layers:
+            missing, left = sorted({*self.layers} - {*record.layers}), sorted({*record.layers} - {*self.layers})
+            raise ValueError(
+                f"record must have the layers of the model's routers, {list(self.layers)}, got none for layers "
+                f"{missing} and left-over layers {left}; record with this model"
+            )
+        record.check_entries()
+        outer = self._record, self._unused
+        self._record, self._unused = record, True
+        try:
+            yield
+            if self._unused:
+                raise ValueError(f"record must be consumed, got no forward for layers {list(self.layers)}; call model")
+        finally:
+            self._record, self._unused = outer
+
+    def _begin(self, base, args, kwargs) -> None:
+        tokens = kwargs.get("input_ids", args[0] if args else None)
+        tokens = kwargs.get("inputs_embeds") if tokens is None else tokens
+        if tokens is None:
+            return  # the model says what it misses
+        shape, mask = tuple(tokens.shape[:2]), kwargs.get("attention_mask")
+        if self._record is not None and self._record.indices.shape[:2] != shape:
+            raise ValueError(
+                f"record must be [B, T] = {list(shape)} as the forward, got {list(self._record.indices.shape[:2])} for "
+                f"layers {list(self.layers)}; cut it like the tokens, with rows(), resize() or pack()"
+            )
+        plain = isinstance(mask, torch.Tensor) and mask.dim() == 2
+        self._forward = _Forward(shape, mask[:, -shape[1] :].bool() if plain else None)
+
+    def _end(self, base, args, output) -> None:
+        forward, self._forward = self._forward, None
+        if output is None or (self._record is None and self._sink is None):
+            return  # no output: the forward raised
+        if missing := [layer for layer in self.layers if layer not in forward.chosen]:
+            raise ValueError(
+                f"the routers of layers {missing} must run once in a forward, got no call: their layer was skipped, or "
+                "a kernel routes in their place; turn that off"
+            )
+        self._unused = False
+        if self._sink is not None:
+            indices = torch.stack([forward.chosen[layer] for layer in self.layers], 2)
+            self._sink.append(RoutingRecord(indices, self.layers, forward.num_experts))
+
+    def _route(self, layer, name, router, args, out):
+        """Forward hook of a router: puts the experts to use and their live weights into its output."""
+        region, forward = self._region, self._forward
+        recompute = region is not None and region.recompute
+        if forward is None and not recompute:
+            raise ValueError(
+                f"the router {name} must run in a forward of the model or a recompute that knows its forward, got a "
+                "call outside of both; use gradient_checkpointing_enable(replay.checkpointing_kwargs)"
+            )
+        if region is None and self._record is None and self._sink is None:
+            return out
+        rule = self._rules.get(layer) or _match_rule(name, router, out)
+        logits, weights, natural = (out[position] for position in rule.positions)
+        if len(natural):  # without a token every rule matches
+            self._rules[layer] = rule
+        chosen = region.chosen[layer] if recompute else forward.choose(layer, natural, logits.shape[1], self._record)
+        if region is not None:
+            region.chosen[layer] = chosen
+        elif self._record is None:
+            return out
+        live = rule.weights(logits, chosen).to(weights.dtype)  # in the forward too: it must save what a recompute does
+        if weights.requires_grad and not live.requires_grad:
+            raise ValueError(f"logits of router {name} must carry gradient, got detached ones; replay cannot train it")
+        new = list(out)
+        new[rule.positions[1]], new[rule.positions[2]] = live, chosen
+        return tuple(new)
+
+    def _checkpoint_contexts(self) -> tuple[_Region, _Region]:
+        chosen: dict[int, torch.Tensor] = {}
+        return _Region(self, chosen, recompute=False), _Region(self, chosen, recompute=True)
+
+
+@dataclass
+class _Forward:
+    """One forward of the base model."""
+
+    shape: tuple[int, int]
+    """B, T."""
+    attention_mask: torch.Tensor | None
+    """[B, T] bool, True for real tokens; None without a plain mask."""
+    chosen: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Experts used, by layer: [B, T, K] int16 or int32, -1 for tokens that the router did not see."""
+    num_experts: int = 0
+
+    def choose(self, layer: int, natural: torch.Tensor, num_experts: int, record: RoutingRecord | None) -> torch.Tensor:
+        """Experts [N, K] for a router to use: those of the record, and its natural choice where there are none."""
+        if layer in self.chosen:
+            raise ValueError(f"the router of layer {layer} must run once in a forward, got two calls; not supported")
+        chosen, mask = natural, self.attention_mask
+        if len(natural) == self.shape[0] * self.shape[1]:
+            mask = None
+        elif mask is None or len(natural) != int(mask.sum()):  # GPT-OSS-Lite routes the tokens under the mask
+            raise ValueError(
+                f"the router of layer {layer} must see all tokens {list(self.shape)}, or those under the attention "
+                f"mask, got {len(natural)}; not supported"
+            )
+        if record is not None:
+            if (record.indices.shape[-1], record.num_experts) != (natural.shape[1], num_experts):
+                raise ValueError(
+                    f"record must have K = {natural.shape[1]} of E = {num_experts} experts in layer {layer}, got K = "
+                    f"{record.indices.shape[-1]} of E = {record.num_experts}; record with this model"
+                )
+            forced = record.indices[:, :, record.layers.index(layer)].to(natural)  # [B, T, K]
+            forced = forced.flatten(0, 1) if mask is None else forced[mask]
+            chosen = torch.where(forced >= 0, forced, natural)
+        stored = chosen.to(torch.int16 if num_experts <= 2**15 else torch.int32)
+        self.chosen[layer] = stored.view(*self.shape, -1) if mask is None else _scatter(stored, mask)
+        self.num_experts = num_experts
+        return chosen
+
+
+class _Region:
+    """Context of a checkpointed layer. Its recompute takes what its forward chose; it may be entered many times."""
+
+    def __init__(self, owner: RoutingReplay, chosen: dict[int, torch.Tensor], *, recompute: bool):
+        self.owner, self.chosen, self.recompute, self.outer = owner, chosen, recompute, []
+
+    def __enter__(self):
+        self.outer.append(self.owner._region)
+        self.owner._region = self
+
+    def __exit__(self, *error):
+        self.owner._region = self.outer.pop()
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """How a router makes weights from logits."""
+
+    positions: tuple[int, int, int]
+    """Of logits [N, E], weights [N, K] and experts [N, K] in the router's output."""
+    scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    fp32: bool
+    """Whether scores are taken in fp32 (or wider), or in the dtype of the logits."""
+    normalise: bool
+    scale: float
+
+    def weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        if self.fp32:
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = self.scores(logits, chosen)
+        if self.normalise:  # replayed experts may all have underflown, which the router's own choice never does
+            scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
+        return scores * self.scale
+
+
+def _softmax_all(logits, chosen):
+    return logits.softmax(-1).gather(1, chosen)
+
+
+def _softmax_chosen(logits, chosen):
+    return logits.gather(1, chosen).softmax(-1)
+
+
+def _sigmoid(logits, chosen):
+    return logits.sigmoid().gather(1, chosen)
+
+
+@torch.no_grad()
+def _match_rule(name: str, router: nn.Module, out: object) -> _Rule:
+    """The rule whose weights are nearest to the router's own; which output is which differs by model and version."""
+    matrices = [(i, x) for i, x in enumerate(out) if x.dim() == 2] if isinstance(out, tuple) else []
+    experts = [(i, x) for i, x in matrices if x.dtype == torch.int64]
+    floats = [(i, x) for i, x in matrices if x.is_floating_point()]
+    width = max((x.shape[1] for _, x in floats), default=0)
+    scales = {1.0, *(float(m.routed_scaling_factor) for m in router.modules() if hasattr(m, "routed_scaling_factor"))}
+    found = []
+    for (i, chosen), ((j, logits), (k, weights)) in itertools.product(experts, itertools.permutations(floats, 2)):
+        if logits.shape != (len(chosen), width) or weights.shape != chosen.shape:
+            continue
+        tolerance = max(1e-5, 4 * torch.finfo(logits.dtype).eps, 4 * torch.finfo(weights.dtype).eps)
+        scores = (_softmax_all, _softmax_chosen, _sigmoid)
+        for choice in itertools.product(scores, (True, False), (False, True), scales):
+            rule = _Rule((j, k, i), *choice)
+            error = _distance(rule.weights(logits, chosen).to(weights.dtype), weights)
+            if error <= tolerance:
+                found.append((error, rule))
+    if not found:
+        raise ValueError(
+            f"the router {name} ({type(router).__name__}) must return logits [N, E], experts [N, K] int64 and their "
+            "softmax or sigmoid weights [N, K], normalised or not, scaled or not, got matrices "
+            f"{[(list(x.shape), str(x.dtype)) for _, x in matrices]} that no such rule explains; it cannot be replayed"
+        )
+    least, best = min(found, key=lambda pair: pair[0])
+    probe = torch.arange(8.0 * width).sin().view(8, width)
+    first = torch.arange(out[best.positions[2]].shape[1]).expand(8, -1)
+    rivals = [rule for error, rule in found if error <= 2 * least + 1e-6]
+    if len(out[best.positions[2]]) and any(
+        _distance(rule.weights(probe, first), best.weights(probe, first)) > 1e-5 for rule in rivals
+    ):
+        raise ValueError(
+            f"the logits of router {name} must tell its rule of weights from others, got logits that fit several, as "
+            "of a router that is all zeros; initialise it, or call the model on more tokens first"
+        )
+    return best
+
+
+def _distance(made: torch.Tensor, expected: torch.Tensor) -> float:
+    """Largest difference over the largest value; 0 without values."""
+    return float((made - expected).abs().max() / expected.abs().max()) if len(expected) else 0.0
+
+
+def _find_routers(base: nn.Module) -> dict[int, tuple[str, nn.Module]]:
+    """Name and module of each router by layer number: the first number in its name."""
+    routers: dict[int, tuple[str, nn.Module]] = {}
+    for parent, module in base.named_modules():
+        children = dict(module.named_children())
+        if "experts" not in children:
+            continue
+        child = next((child for child in ("gate", "router") if child in children), None)
+        layer = next((int(part) for part in parent.split(".") if part.isdigit()), None)
+        if child is None or layer is None or layer in routers:
+            raise ValueError(
+                f"{parent} ({type(module).__name__}) must have a child gate or router beside its experts, and a layer "
+                f"number of its own, got children {list(children)} and layer {layer}; not supported"
+            )
+        routers[layer] = f"{parent}.{child}", children[child]
+    if not routers:
+        raise ValueError(f"model must have routers beside experts, got none in {type(base).__name__}; use a MoE model")
+    return routers
+
+
+def _scatter(values: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Values [N, ...] at the N places of ``mask`` [B, T], -1 elsewhere -> [B, T, ...]."""
+    out = values.new_full((*mask.shape, *values.shape[1:]), -1)
+    out[mask] = values
+    return out
+
+
+def _concat(records: Sequence[RoutingRecord], dim: int) -> RoutingRecord:
+    _check_alike(records)
+    return replace(records[0], indices=torch.cat([record.indices for record in records], dim))
+
+
+def _check_alike(records: Sequence[RoutingRecord]) -> None:
+    kinds = {(record.layers, record.num_experts, record.indices.shape[-1]) for record in records}
+    if len(kinds) != 1:
+        raise ValueError(f"records must have the same layers, E and K, got {sorted(kinds)}; record with one model")
