@@ -3,13 +3,16 @@
     python benchmark/moe.py --out results.jsonl [--shapes qwen3 gpt_oss ...] [--tokens 32768 8192] [--modes full]
 
 bf16, leaf weights, gradients of all inputs unless frozen. Modes: full (forward and backward), forward (keeps what
-backward needs), inference (no gradients), replayed (inference from a CUDA graph, few tokens only). ours_triton has no
-grouped_mm inside. read_weights is no implementation of the experts: it reads all their weights once.
+backward needs), inference (no gradients), replayed (inference from a CUDA graph, few tokens only). Starts: queued (the
+device is busy until the host has launched, as in a model: the device's time alone), idle (from an idle device, launches
+included). ours_triton has no grouped_mm inside. read_weights is no implementation of the experts: it reads all their
+weights once.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,6 +27,7 @@ from grpo_moe.ops.moe.fused import fused_experts
 
 TOKENS = (32768, 8192, 1024, 128, 64, 16, 1)
 MODES = ("full", "forward", "inference", "replayed")
+STARTS = ("queued", "idle")
 MOST_REPLAYED = 1024
 """Tokens up to which a CUDA graph is worth a line: above, launches hide behind the work."""
 CHECK_ROWS = (12, 80)
@@ -211,6 +215,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES)
     parser.add_argument("--tokens", nargs="+", type=int)
     parser.add_argument("--modes", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--starts", nargs="+", choices=STARTS, default=STARTS)
     parser.add_argument("--zipf", action="store_true", help="skewed routing")
     parser.add_argument("--frozen", action="store_true", help="no gradients of the experts")
     args = parser.parse_args(argv)
@@ -227,13 +232,13 @@ def main(argv: list[str] | None = None) -> None:
             if deadline.passed():
                 break
             problem = make_problem(shape, tokens, device, zipf=args.zipf, frozen=args.frozen)
-            for mode in args.modes:
-                fields = {"op": "moe_experts", "shape": shape_name, "T": tokens, "mode": mode, **kind}
+            for mode, start in itertools.product(args.modes, args.starts):
+                fields = {"op": "moe_experts", "shape": shape_name, "T": tokens, "mode": mode, "start": start, **kind}
                 if mode == "replayed" and (device.type != "cuda" or tokens > MOST_REPLAYED):
                     continue
                 able = [n for n in fitting if mode in IMPLEMENTATIONS[n].modes]
                 wanted = [n for n in able if not lines.has(fields | {"impl": n})]
-                contestants = {n: contestant(problem, n, mode, checked[n]) for n in wanted}
+                contestants = {n: contestant(problem, n, mode, start, checked[n]) for n in wanted}
                 harness.measure(contestants, device, seconds=args.seconds, deadline=deadline)
                 flops = (6 if mode != "full" else 12 if args.frozen else 18) * shape.hidden * shape.width
                 lines.write_point(contestants, fields, flops * tokens * shape.slots)
@@ -242,12 +247,12 @@ def main(argv: list[str] | None = None) -> None:
     deadline.say("out of time: what comes later is missing" if deadline.passed() else "done")
 
 
-def contestant(problem: Problem, name: str, mode: str, checked: Contestant) -> Contestant:
+def contestant(problem: Problem, name: str, mode: str, start: str, checked: Contestant) -> Contestant:
     """An implementation at a point, with what the check found."""
     package = IMPLEMENTATIONS[name].package
     peer = {} if package is None else {"peer_version": f"{package} {harness.package_version(package)}"}
     call = partial(run, problem, IMPLEMENTATIONS[name], mode)
-    made = replace(Contestant(call=call), facts=peer | checked.facts, error=checked.error)
+    made = replace(Contestant(call=call, queued=start == "queued"), facts=peer | checked.facts, error=checked.error)
     if mode == "replayed" and made.error is None:
         harness.attempt(made, problem.upstream.device, capture)
     return made

@@ -9,7 +9,7 @@ from harness import read_lines
 
 POINT_FIELDS = {
     "grpo_loss": ("level", "H", "V", "L", "tokens"),
-    "moe_experts": ("shape", "T", "mode", "routing", "frozen"),
+    "moe_experts": ("shape", "T", "mode", "start", "routing", "frozen"),
     "single_pass": ("sweep", "E", "H", "I", "K", "t"),
     "ceiling": ("size",),
 }

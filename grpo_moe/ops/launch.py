@@ -25,13 +25,13 @@ def launch(kernel, grid: tuple[int, int, int], *args, **constants) -> None:
     if INTERPRET:
         kernel[grid](*args, **constants)
         return
-    device = (args[0].base if isinstance(args[0], TensorDescriptor) else args[0]).device
-    if device.index != torch.cuda.current_device():
+    device = (args[0].base if type(args[0]) is TensorDescriptor else args[0]).device.index
+    if device != torch.cuda.current_device():
         with torch.cuda.device(device):
             launch(kernel, grid, *args, **constants)
         return
     # all that Triton specialises a kernel for
-    key = (id(kernel), device.index, tuple(map(_kind, args)), tuple(constants.items()))
+    key = (id(kernel), device, *constants, *constants.values(), *[_kind(x) for x in args])
     found = _compiled.get(key)
     if found is None:
         compiled = kernel[grid](*args, **constants)
@@ -42,10 +42,10 @@ def launch(kernel, grid: tuple[int, int, int], *args, **constants) -> None:
 
 
 def _kind(x):
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x % 16 == 0, x == 1, x > 2**31 - 1
-    if isinstance(x, TensorDescriptor):
+    if type(x) is int:
+        return 1 if x == 1 else (2 if x % 16 else 3) + 2 * (x >= 2**31)
+    if type(x) is float:
+        return float
+    if type(x) is TensorDescriptor:
         return x.base.dtype, *x.block_shape
-    return type(x)
+    return x.dtype, x.data_ptr() % 16

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .activations import gated_activation
+from .activations import ACTIVATIONS, GATED_LAYOUTS, gated_activation
 from .reference import check_index, stacked_experts
 
 IMPLEMENTATIONS = ("fused", "stacked", "triton_grouped", "single_pass")
@@ -80,8 +80,8 @@ def moe_experts(
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
     tensors = (hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias)
-    _check_inputs(*tensors, top_k_index, top_k_weights, transposed, layout == "joint")
-    act = gated_activation(activation, layout, alpha=alpha, limit=limit)
+    _check_once(*tensors, top_k_index, top_k_weights, transposed, layout == "joint")
+    known = type(activation) is str and activation in ACTIVATIONS and layout in GATED_LAYOUTS
     if check:
         check_index(top_k_index, len(gate_up_proj))
     by_pytorch = impl == "stacked" or (impl == "fused" and not _on_gpu(hidden_states))
@@ -90,12 +90,12 @@ def moe_experts(
     hidden, up, down, up_bias, down_bias = tensors
     given = (hidden, up, down, top_k_index, top_k_weights)
     options = {"gate_up_bias": up_bias, "down_bias": down_bias, "transposed": transposed}
-    if by_pytorch:
-        return stacked_experts(*given, act=act, **options)
-    if callable(activation):
-        options |= {"act": act}
-    else:
+    if known and not by_pytorch:
         options |= {"activation": activation, "layout": layout, "alpha": alpha, "limit": limit}
+    else:
+        options["act"] = gated_activation(activation, layout, alpha=alpha, limit=limit)
+    if by_pytorch:
+        return stacked_experts(*given, **options)
     return _by_triton(impl, given, options, memory_efficient).to(hidden_states.dtype)
 
 
@@ -132,6 +132,21 @@ def _autocast(hidden_states: torch.Tensor, *others: torch.Tensor | None) -> list
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     return [None if x is None else x.to(dtype) for x in (hidden_states, *others)]
+
+
+def _check_once(*given) -> None:
+    """:func:`_check_inputs`, which takes longer than a launch, for shapes, dtypes and devices that it has not seen."""
+    *tensors, transposed, joint = given
+    forms = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
+    seen = (*forms, transposed, joint, torch.is_autocast_enabled(tensors[0].device.type))
+    if seen not in _accepted:
+        _check_inputs(*given)
+        if len(_accepted) >= 4096:  # every number of tokens is a form of its own
+            _accepted.clear()
+        _accepted.add(seen)
+
+
+_accepted: set[tuple] = set()
 
 
 def _check_inputs(hidden, gate_up_proj, down_proj, up_bias, down_bias, top_k_index, top_k_weights, transposed, joint):

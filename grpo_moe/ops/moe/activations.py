@@ -8,7 +8,9 @@ from functools import partial
 import torch
 from torch.nn import functional as F
 
-LAYOUTS = ("concatenated", "interleaved", "joint")
+ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
+GATED_LAYOUTS = ("concatenated", "interleaved")
+LAYOUTS = (*GATED_LAYOUTS, "joint")
 
 
 def silu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -141,7 +141,7 @@ def _empty(sizes: tuple[int, ...], device: torch.device) -> tuple[torch.Tensor, 
     """int32 tensors in one allocation, which takes the host microseconds; each begins at a multiple of 16 bytes."""
     padded = [(size + 3) // 4 * 4 for size in sizes]
     parts = torch.empty(sum(padded), dtype=torch.int32, device=device).split(padded)
-    return tuple(x if x.shape[0] == size else x[:size] for x, size in zip(parts, sizes, strict=True))
+    return tuple([x if x.shape[0] == size else x[:size] for x, size in zip(parts, sizes, strict=True)])
 
 
 def _most_tiles(pairs: int, experts: int, block_m: int) -> int:
