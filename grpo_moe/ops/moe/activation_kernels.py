@@ -42,7 +42,7 @@ def activate_backward(
     """Through the routing weights and the activation, from the down projection's input to the pre-activations.
 
     Args:
-        grad: [num_rows, I] gradient of the activations, before the routing weights.
+        grad: [num_rows, I] gradient of the activations, before the routing weights; overwritten.
         pre: [num_rows, 2I] pre-activations.
         weights: [N * K] routing weights by pair.
         gate: activation and layout.
@@ -52,14 +52,17 @@ def activate_backward(
 
     Returns:
         [num_rows, 2I] gradient of ``pre``; fp32 [N * K] gradient of ``weights``, 0 for a skipped slot; [num_rows, I]
-        weight * activation or None. Rows after the last pair are garbage.
+        weight * activation, in the memory of ``grad``, or None. Rows after the last pair are garbage.
     """
-    grad_pre = torch.empty_like(pre) if out is None else out
-    weighted = torch.empty_like(grad) if need_weighted else None
     grad_weights = torch.zeros(routing.num_rows, dtype=torch.float32, device=pre.device)
     width = grad.shape[1]
+    rows, columns = (16, 32) if INTERPRET else (4 if gate.interleaved else 8, 128)
+    block = min(next_power_of_2(width), columns)
+    # with fewer elements than threads some are read twice, and not before all threads have written
+    in_place = INTERPRET or rows * block >= 128
+    grad_pre = out if out is not None and in_place else torch.empty_like(pre)
+    weighted = (grad if in_place else torch.empty_like(grad)) if need_weighted else None
     if grad.numel():
-        rows, columns = (16, 32) if INTERPRET else (4 if gate.interleaved else 8, 128)
         launch(
             _activate_backward_kernel,
             (cdiv(routing.num_rows, rows), 1, 1),
@@ -76,7 +79,7 @@ def activate_backward(
             gate.limit,
             E=routing.num_experts,
             ROWS=rows,
-            BLOCK=min(next_power_of_2(width), columns),
+            BLOCK=block,
             NEED_WEIGHTED=need_weighted,
             **gate.options(),
         )

@@ -156,6 +156,7 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
         right.values.stride(0),
         tiles,
         routing.num_slots,
+        PARTS=16 if out.dtype == torch.float32 else 0,
         A_BY_TOKEN=left.by_token,
         B_BY_TOKEN=right.by_token,
         A_TMA=a_tma,
@@ -299,6 +300,42 @@ def _outer_tail(a_ptr, source, live, m0, M, stride, BLOCK_M: tl.constexpr):
 
 
 @triton.jit
+def _outer_rows(
+    a,
+    b,
+    acc,
+    first,
+    last,
+    end,
+    m0,
+    n0,
+    pair_of_row_ptr,
+    M,
+    N,
+    stride_a,
+    stride_b,
+    num_slots,
+    A_BY_TOKEN: tl.constexpr,
+    B_BY_TOKEN: tl.constexpr,
+    A_TMA: tl.constexpr,
+    B_TMA: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """acc plus the outer products of rows first to last, whole blocks of them."""
+    for row0 in tl.range(first, last, BLOCK_K):
+        row = row0 + tl.arange(0, BLOCK_K)
+        left = source_rows(row, end, pair_of_row_ptr, num_slots, A_BY_TOKEN)
+        right = source_rows(row, end, pair_of_row_ptr, num_slots, B_BY_TOKEN)
+        x = row_tile(a, left, row0, m0, M, stride_a, A_TMA, BLOCK_M)
+        y = row_tile(b, right, row0, n0, N, stride_b, B_TMA, BLOCK_N)
+        acc = multiply(x.T, y, acc, INTERPRET)
+    return acc
+
+
+@triton.jit
 def _grouped_outer_kernel(
     a,
     b,
@@ -317,6 +354,7 @@ def _grouped_outer_kernel(
     B_BY_TOKEN: tl.constexpr,
     A_TMA: tl.constexpr,
     B_TMA: tl.constexpr,
+    PARTS: tl.constexpr,
     NUM_PROGRAMS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -332,13 +370,59 @@ def _grouped_outer_kernel(
         start, end = tl.load(offsets_ptr + expert), tl.load(offsets_ptr + expert + 1)
         full_end = start + (end - start) // BLOCK_K * BLOCK_K
         acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        for row0 in tl.range(start, full_end, BLOCK_K):
-            row = row0 + tl.arange(0, BLOCK_K)
-            left = source_rows(row, end, pair_of_row_ptr, num_slots, A_BY_TOKEN)
-            right = source_rows(row, end, pair_of_row_ptr, num_slots, B_BY_TOKEN)
-            x = row_tile(a, left, row0, m0, M, stride_a, A_TMA, BLOCK_M)
-            y = row_tile(b, right, row0, n0, N, stride_b, B_TMA, BLOCK_N)
-            acc = multiply(x.T, y, acc, INTERPRET)
+        if PARTS:  # long sums in float32 by parts, as their own rounding is all the error there is
+            for first in tl.range(start, full_end, PARTS * BLOCK_K):
+                last = tl.minimum(first + PARTS * BLOCK_K, full_end)
+                zero = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+                acc += _outer_rows(
+                    a,
+                    b,
+                    zero,
+                    first,
+                    last,
+                    end,
+                    m0,
+                    n0,
+                    pair_of_row_ptr,
+                    M,
+                    N,
+                    stride_a,
+                    stride_b,
+                    num_slots,
+                    A_BY_TOKEN,
+                    B_BY_TOKEN,
+                    A_TMA,
+                    B_TMA,
+                    BLOCK_M,
+                    BLOCK_N,
+                    BLOCK_K,
+                    INTERPRET,
+                )
+        else:
+            acc = _outer_rows(
+                a,
+                b,
+                acc,
+                start,
+                full_end,
+                end,
+                m0,
+                n0,
+                pair_of_row_ptr,
+                M,
+                N,
+                stride_a,
+                stride_b,
+                num_slots,
+                A_BY_TOKEN,
+                B_BY_TOKEN,
+                A_TMA,
+                B_TMA,
+                BLOCK_M,
+                BLOCK_N,
+                BLOCK_K,
+                INTERPRET,
+            )
         if full_end < end:
             row = full_end + tl.arange(0, BLOCK_K)
             left = source_rows(row, end, pair_of_row_ptr, num_slots, A_BY_TOKEN)

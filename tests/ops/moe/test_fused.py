@@ -49,13 +49,7 @@ def norms(made, truth):
     return {n: float((x.double() - truth[n]).norm() / truth[n].norm().clamp(min=1e-30)) for n, x in made.items()}
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-@pytest.mark.parametrize("shape", GPU_SHAPES)
-def test_error_is_at_most_half_more_than_that_of_eager(shape, dtype):
-    """The rounding of float32 sums alone may differ: an error of 1e-6 is none."""
-    bias = shape[2] % 8 == 0
-    tensors, upstream = make(*shape, dtype=dtype, bias=bias)
+def assert_no_worse_than_eager(tensors, upstream, dtype):
     truth = outcome(tensors, upstream, torch.float64)
     eager = norms(outcome(tensors, upstream, dtype, impl="stacked"), truth)
     for name, error in norms(outcome(tensors, upstream, dtype), truth).items():
@@ -63,11 +57,20 @@ def test_error_is_at_most_half_more_than_that_of_eager(shape, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("shape", GPU_SHAPES)
+def test_error_is_at_most_half_more_than_that_of_eager(shape, dtype):
+    """The rounding of float32 sums alone may differ: an error of 1e-6 is none."""
+    bias = shape[2] % 8 == 0
+    tensors, upstream = make(*shape, dtype=dtype, bias=bias)
+    assert_no_worse_than_eager(tensors, upstream, dtype)
+
+
+@pytest.mark.gpu
 def test_every_number_of_tokens_to_70():
     for tokens in range(71):
         tensors, upstream = make(tokens, 8, 128, 64, 2, dtype=torch.bfloat16)
-        truth = outcome(tensors, upstream, torch.float64)
-        assert_close(outcome(tensors, upstream, torch.bfloat16), truth, torch.bfloat16)
+        assert_no_worse_than_eager(tensors, upstream, torch.bfloat16)
 
 
 @pytest.mark.gpu
@@ -86,6 +89,16 @@ def test_more_than_2_to_the_31_elements(shape):
         del out
     for ours, eager in zip(*made, strict=True):
         assert ((ours - eager).norm() / eager.norm()).item() < 1e-2
+
+
+def test_long_sums_in_float32_are_no_worse_than_eager(monkeypatch):
+    """Of one expert's rows, in the gradient of its weights."""
+    monkeypatch.setattr(fused, "GATHER_FROM", 0)
+    tensors, upstream = make(3000, 1, 16, 16, 1)
+    tensors["top_k_index"].fill_(0)
+    truth = outcome(tensors, upstream, torch.float64, needed=("gate_up_proj", "down_proj"))
+    made = norms(outcome(tensors, upstream, torch.float32, needed=("gate_up_proj", "down_proj")), truth)
+    assert max(made.values()) < 2.2e-7  # 2.7e-7 in one sum
 
 
 KINDS = [
