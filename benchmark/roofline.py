@@ -28,9 +28,9 @@ import moe
 import torch
 from harness import Contestant
 
-from grpo_moe.ops.launch import INTERPRET
 from grpo_moe.ops.moe.grouped_gemm import ExpertWeight
 from grpo_moe.ops.moe.single_pass import single_pass_experts, tile_for
+from grpo_moe.ops.triton_launch import INTERPRET
 
 HIDDEN, EXPERTS, SLOTS = 768, 8, 2
 RATIOS, RATIO = (0.5, 1, 2, 4, 8), 4

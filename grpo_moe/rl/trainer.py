@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head
 from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss_from_logps
@@ -313,6 +314,7 @@ class GRPOTrainer:
         self.reference = reference_model(policy).to(self.accelerator.device) if args.beta else None
         self.policy = add_token_logps(policy).to(self.accelerator.device)
         check_head(self.policy)
+        check_sinks(self.policy)
         trainable = [p for p in policy.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("model must have parameters that require gradients, got none; unfreeze some")

@@ -346,3 +346,14 @@ def test_triton_grouped_dispatch_equals_stacked():
         made.append([out.logits, *(p.grad for p in model.parameters())])
     for a, b in zip(*made, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_router_logits_are_float32_under_autocast():
+    model = tiny_model()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = model(torch.randint(3, 30, (1, 6)), output_router_logits=True)
+    assert all(logits.dtype == torch.float32 for logits in out.router_logits)
+    gate, hidden = model.model.layers[0].mlp.gate, torch.randn(5, 32)
+    with torch.autocast("cpu", torch.bfloat16):
+        logits, *_ = gate(hidden)
+    assert torch.equal(logits, gate(hidden)[0])

@@ -24,7 +24,8 @@ class GptOssLiteRouter(nn.Module):
         A given ``top_k_index`` is used as it is, with weights from the live scores: nothing is routed twice.
         """
         dtype = torch.promote_types(hidden_states.dtype, torch.float32)
-        router_logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
+        with torch.autocast(hidden_states.device.type, enabled=False):
+            router_logits = F.linear(hidden_states.to(dtype), self.weight.to(dtype))
         scores = router_logits.softmax(-1)
         if top_k_index is None:
             top_k_index = scores.detach().topk(self.top_k, dim=-1).indices  # saves nothing that a recompute would miss

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRET, launch
+from ..triton_launch import INTERPRET, launch
 from .routing import Routing, cdiv, next_power_of_2
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ..launch import INTERPRET
+from ..triton_launch import INTERPRET
 from .activation_kernels import Gate, activate_backward
 from .fused_kernels import gate_up
 from .grouped_gemm import (

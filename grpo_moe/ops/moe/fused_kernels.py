@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import launch
+from ..triton_launch import launch
 from .activation_kernels import Gate, activation_and_slopes, store_gate_and_up
 from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
 from .routing import Routing, cdiv

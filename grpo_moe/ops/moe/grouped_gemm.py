@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ..launch import INTERPRET, launch
+from ..triton_launch import INTERPRET, launch
 from .routing import Routing, cdiv
 
 

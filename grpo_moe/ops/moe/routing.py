@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRET, launch
+from ..triton_launch import INTERPRET, launch
 
 PAIRS, PART = (64, 16) if INTERPRET else (1024, 64)
 """Pairs a program places, and how many of them at a time."""

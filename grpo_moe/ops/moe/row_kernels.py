@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRET, launch
+from ..triton_launch import INTERPRET, launch
 from .grouped_gemm import Rows, source_rows
 from .routing import Routing, cdiv, next_power_of_2
 

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launch import INTERPRET, launch
+from ..triton_launch import INTERPRET, launch
 from .activation_kernels import Gate, activation_and_slopes
 from .activations import gated_activation
 from .fused_kernels import gate_up_bias, gate_up_operand, gate_up_product, split_gate_and_up

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import torch
 
-from ..launch import INTERPRET
+from ..triton_launch import INTERPRET
 from .activation_kernels import Gate
 from .activations import gated_activation
 from .fused_kernels import gate_up

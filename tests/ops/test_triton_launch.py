@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from grpo_moe.ops import launch as module
-from grpo_moe.ops.launch import launch
+from grpo_moe.ops import triton_launch as module
+from grpo_moe.ops.triton_launch import launch
 
 triton = pytest.importorskip("triton")
 tl = pytest.importorskip("triton.language")
