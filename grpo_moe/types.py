@@ -85,6 +85,8 @@ class RolloutBatch:
     """[B, T] fp32, of the policy that generated, by the training forward. None: use the current ones, detached."""
     ref_logps: torch.Tensor | None = None
     """[B, T] fp32, of the reference model. None without a KL term."""
+    routes: Any | None = None
+    """RoutingRecord [B, S, L, K] that the updates replay. None: route naturally."""
 
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .routing_record import RoutingRecord, dead_experts, max_violation, scatter_tokens
 
-__all__ = ["RoutingRecord", "RoutingReplay", "dead_experts", "max_violation"]
+__all__ = ["RoutingRecord", "RoutingReplay", "dead_experts", "has_experts", "max_violation"]
 
 
 class RoutingReplay:
@@ -166,6 +166,11 @@ class RoutingReplay:
     def _checkpoint_contexts(self) -> tuple[_Region, _Region]:
         chosen: dict[int, torch.Tensor] = {}
         return _Region(self, chosen, recompute=False), _Region(self, chosen, recompute=True)
+
+
+def has_experts(model: nn.Module) -> bool:
+    """Whether any module of the model has a child ``experts``."""
+    return any("experts" in dict(module.named_children()) for module in model.modules())
 
 
 @dataclass

@@ -68,13 +68,15 @@ def select(batch: RolloutBatch, rows: torch.Tensor) -> RolloutBatch:
     if not len(rows):
         batch = dataclasses.replace(batch, completion_mask=torch.zeros_like(batch.completion_mask))
         rows = torch.zeros(1, dtype=torch.long)
-    chosen = {f.name: value[rows] for f in dataclasses.fields(batch) if (value := getattr(batch, f.name)) is not None}
+    given = {f.name: value for f in dataclasses.fields(batch) if (value := getattr(batch, f.name)) is not None}
+    routes = given.pop("routes", None)
+    chosen = {name: value[rows] for name, value in given.items()}
     width = int(chosen["attention_mask"].sum(1).max())
     completion_width = int((chosen["attention_mask"].sum(1) - chosen["prompt_lengths"]).max())
     for name, value in chosen.items():
         if value.dim() == 2:
             chosen[name] = value[:, : width if name in ("input_ids", "attention_mask") else completion_width]
-    return RolloutBatch(**chosen)
+    return RolloutBatch(**chosen, routes=None if routes is None else routes.rows(rows).resize(width))
 
 
 def batch_logps(model, batch: RolloutBatch, **options) -> TokenLogpsOutput:

@@ -101,6 +101,9 @@ class GRPOConfig(LossConfig):
     adam_epsilon: float = _option(1e-8, "AdamW epsilon.")
     weight_decay: float = _option(0.0, "AdamW weight decay.")
     max_grad_norm: float = _option(1.0, "Clip the gradient to this norm; 0 leaves it.")
+    routing_replay: str = _option(
+        "none", "R2: every update of a rollout routes as the policy before the first one did; none: as it does itself."
+    )
     router_aux_loss_coef: float = _option(
         0.0, "Weight of the routers' load-balancing loss; off whatever the model says."
     )
@@ -161,6 +164,7 @@ class GRPOConfig(LossConfig):
     def _own_names(self):
         choices = {
             "lr_scheduler_type": SCHEDULES,
+            "routing_replay": ["none", "R2"],
             "report_to": [None, "none", *(kind.value for kind in LoggerType)],
         }
         for name, known in choices.items():
@@ -222,6 +226,14 @@ class GRPOConfig(LossConfig):
         reason = "the loss scores tokens under the full distribution, so a truncated sampler would bias every ratio"
         yield self.top_k == 0, "top_k", "0 in training", reason
         yield self.top_p == 1, "top_p", "1 in training", reason
+        replays = self.routing_replay == "none" or self.updates_per_rollout > 1
+        rule = "none with one update a rollout"
+        yield (
+            replays,
+            "routing_replay",
+            rule,
+            "there is no earlier policy: raise num_iterations or steps_per_generation",
+        )
         cache = self.overlong_cache_length
         in_range = cache is None or 1 <= cache <= self.max_completion_length
         rule = f"in 1..max_completion_length = {self.max_completion_length}"

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head
+from grpo_moe.adapters.routing import RoutingRecord, RoutingReplay, dead_experts, has_experts, max_violation
 from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss_from_logps
 from grpo_moe.rewards import RewardCaller
@@ -172,7 +173,7 @@ class GRPOTrainer:
             device=self.accelerator.device,
         )
         with self.timer("logps"):
-            batch = self.add_reference_logps(batch)
+            batch = self.add_reference_logps(batch, metrics)
         with self.timer("update"):
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
@@ -186,10 +187,17 @@ class GRPOTrainer:
         self.state.train_seconds += time.perf_counter() - started
         return self._step_metrics(metrics, rollout, advantages)
 
-    def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
+    def add_reference_logps(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
         if self.args.updates_per_rollout > 1:
-            batch = replace(batch, old_logps=self._logps(self.policy, batch))
+            with self.routing.record() if self.args.routing_replay == "R2" else nullcontext([]) as records:
+                batch = replace(batch, old_logps=self._logps(self.policy, batch))
+            if records:
+                ran = torch.cat(self._every_row(batch))  # in what order the rows ran
+                batch = replace(batch, routes=RoutingRecord.concat_rows(records).rows(ran.argsort()))
+                load = batch.routes.expert_load(batch.attention_mask)  # [L, E]
+                metrics.add("routing/max_violation", max_violation(load).mean())
+                metrics.add("routing/dead_experts", dead_experts(load).float().mean())
         if self.reference is not None:
             batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch
@@ -219,7 +227,8 @@ class GRPOTrainer:
 
     def loss(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> torch.Tensor:
         """This micro-batch's share of the window's loss."""
-        with self.accelerator.autocast():
+        replay = nullcontext() if batch.routes is None else self.routing.replay(batch.routes)
+        with self.accelerator.autocast(), replay:
             scored = self._forward(self.model, batch, return_aux_loss=self.args.router_aux_loss_coef > 0)
         result = grpo_loss_from_logps(
             scored.logps,
@@ -303,9 +312,16 @@ class GRPOTrainer:
     def _prepare(self, policy: PreTrainedModel) -> None:
         args = self.args
         disable_dropout(policy)
+        if args.routing_replay != "none" and not has_experts(policy):
+            raise ValueError(
+                f'routing_replay must be "none" for {type(policy).__name__}, which has no experts, got '
+                f"{args.routing_replay!r}; leave it out"
+            )
+        replays = args.routing_replay != "none" or args.gradient_checkpointing  # whose recompute routes as its forward
+        self.routing = RoutingReplay(policy) if replays and has_experts(policy) else None
         if args.gradient_checkpointing:  # renamed in transformers 5.24
             enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
-            enable({"use_reentrant": False})
+            enable({"use_reentrant": False} if self.routing is None else self.routing.checkpointing_kwargs)
         if args.router_aux_loss_coef and not getattr(policy, "returns_aux_loss", False):
             raise ValueError(
                 f"router_aux_loss_coef must be 0 for {type(policy).__name__}, got {args.router_aux_loss_coef}; "
@@ -373,13 +389,15 @@ class GRPOTrainer:
     def _logps(self, model, batch: RolloutBatch) -> torch.Tensor:
         """Log-probabilities [B, T] of the batch under the model, in micro-batches."""
         logps = torch.zeros_like(batch.sampling_logps)
-        every_row = torch.arange(len(batch.input_ids))
-        for rows in micro_batches(batch, every_row, self.args.per_device_train_batch_size):
+        for rows in self._every_row(batch):
             part = select(batch, rows)
             with self.accelerator.autocast():
                 scored = self._forward(model, part)
             logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
         return logps
+
+    def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
+        return micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
 
     def _sync(self, last: bool):
         """Gradients are reduced over the processes in the last micro-batch of a window only."""

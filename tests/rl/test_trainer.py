@@ -8,7 +8,7 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenizer
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from grpo_moe import GRPOConfig, GRPOTrainer
 from grpo_moe.rl.checkpoint import list_checkpoints
@@ -275,6 +275,53 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
         trainer(tmp_path / name, max_steps=4, gradient_checkpointing=on).train()
         results.append(weights(tmp_path / name))
     assert all(torch.allclose(results[0][n], results[1][n], rtol=1e-4, atol=1e-6) for n in results[0])
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_r2_routes_every_update_as_before_the_first(checkpointing, tmp_path, monkeypatch):
+    run = trainer(
+        tmp_path,
+        learning_rate=0.5,
+        num_iterations=2,
+        max_steps=4,
+        routing_replay="R2",
+        gradient_checkpointing=checkpointing,
+    )
+    used, natural, loss = [], [], run.loss
+
+    def watched(batch, *rest):
+        with run.routing.record() as records:
+            made = loss(batch, *rest)
+        used.append(torch.equal(records[0].indices, batch.routes.indices))
+        with run.routing.record() as records, torch.no_grad():
+            run._forward(run.model, batch)
+        natural.append(torch.equal(records[0].indices, batch.routes.indices))
+        return made
+
+    monkeypatch.setattr(run, "loss", watched)
+    run.train()
+    assert len(used) == 4 and all(used)
+    assert natural[0] and not all(natural)  # the policy would have gone elsewhere after its updates
+    line = read_metrics(tmp_path / "metrics.jsonl")[0]
+    assert line["routing/max_violation"] > 0 and line["routing/dead_experts"] >= 0
+
+
+def test_replay_without_experts_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_config(
+        LlamaConfig(
+            vocab_size=30,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            eos_token_id=2,
+            pad_token_id=0,
+            max_position_embeddings=64,
+        )
+    )
+    with pytest.raises(ValueError, match='routing_replay must be "none" for LlamaForCausalLM'):
+        trainer(tmp_path, model, routing_replay="R2")
 
 
 def test_a_non_finite_gradient_is_skipped_and_several_stop_the_run(tmp_path):
