@@ -173,7 +173,11 @@ class GRPOTrainer:
             device=self.accelerator.device,
         )
         with self.timer("logps"):
-            batch = self.add_reference_logps(batch, metrics)
+            batch = self.add_reference_logps(batch)
+        if batch.routes is not None:
+            load = batch.routes.expert_load(batch.attention_mask)  # [L, E]
+            metrics.add("routing/max_violation", max_violation(load).mean())
+            metrics.add("routing/dead_experts", dead_experts(load).float().mean())
         with self.timer("update"):
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
@@ -187,7 +191,7 @@ class GRPOTrainer:
         self.state.train_seconds += time.perf_counter() - started
         return self._step_metrics(metrics, rollout, advantages)
 
-    def add_reference_logps(self, batch: RolloutBatch, metrics: Metrics) -> RolloutBatch:
+    def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
         if self.args.updates_per_rollout > 1:
             with self.routing.record() if self.args.routing_replay == "R2" else nullcontext([]) as records:
@@ -195,9 +199,6 @@ class GRPOTrainer:
             if records:
                 ran = torch.cat(self._every_row(batch))  # in what order the rows ran
                 batch = replace(batch, routes=RoutingRecord.concat_rows(records).rows(ran.argsort()))
-                load = batch.routes.expert_load(batch.attention_mask)  # [L, E]
-                metrics.add("routing/max_violation", max_violation(load).mean())
-                metrics.add("routing/dead_experts", dead_experts(load).float().mean())
         if self.reference is not None:
             batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch

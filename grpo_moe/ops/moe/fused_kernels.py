@@ -9,7 +9,7 @@ import triton.language as tl
 from ..triton_launch import launch
 from .activation_kernels import Gate, activation_and_slopes, store_gate_and_up
 from .grouped_gemm import ExpertWeight, Rows, Tile, multiply, num_programs, row_tile, source_rows, weight_tile
-from .routing import Routing, cdiv
+from .routing import Routing
 
 
 def gate_up(
@@ -45,7 +45,7 @@ def gate_up(
     a, a_tma = rows.operand(tile.block_m, tile.block_k, tile.tma)
     b, b_tma = gate_up_operand(weight, gate, tile)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(post.device, expert.shape[0] * cdiv(width, tile.block_n), tile)
+    programs = num_programs(post.device, tile)
     launch(
         _gate_up_kernel,
         (programs, 1, 1),

@@ -105,7 +105,7 @@ def grouped_gemm(rows: Rows, weight: ExpertWeight, routing: Routing, tile: Tile)
     a, a_tma = rows.operand(tile.block_m, tile.block_k, tile.tma)
     b, b_tma = weight.operand(tile.block_n, tile.block_k, tile.tma)
     expert, first_row, num_tiles = routing.tiles(tile.block_m)
-    programs = num_programs(out.device, expert.shape[0] * cdiv(n, tile.block_n), tile)
+    programs = num_programs(out.device, tile)
     launch(
         _grouped_gemm_kernel,
         (programs, 1, 1),
@@ -139,7 +139,7 @@ def grouped_outer(left: Rows, right: Rows, routing: Routing, tile: Tile, out: to
     tiles = experts * cdiv(m, tile.block_m) * cdiv(n, tile.block_n)
     a, a_tma = left.operand(tile.block_k, tile.block_m, tile.tma)
     b, b_tma = right.operand(tile.block_k, tile.block_n, tile.tma)
-    programs = num_programs(out.device, tiles, tile)
+    programs = num_programs(out.device, tile)
     launch(
         _grouped_outer_kernel,
         (programs, 1, 1),
@@ -172,9 +172,9 @@ def torch_grouped_outer(left: torch.Tensor, right: torch.Tensor, routing: Routin
     return torch._grouped_mm(left.T, right, offs=routing.expert_offsets[1:])
 
 
-def num_programs(device: torch.device, most: int, tile: Tile) -> int:
-    """Programs of a persistent kernel that has at most ``most`` tiles."""
-    return max(1, min(most, 4 if INTERPRET else tile.programs * _device(device)[0]))
+def num_programs(device: torch.device, tile: Tile) -> int:
+    """Programs of a persistent kernel, however few its tiles are: each number is a kernel of its own to compile."""
+    return 4 if INTERPRET else tile.programs * _device(device)[0]
 
 
 @functools.cache
