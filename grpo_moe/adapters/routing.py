@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from .routing_record import RoutingRecord, dead_experts, max_violation, scatter_tokens
 
-__all__ = ["RoutingRecord", "RoutingReplay", "dead_experts", "has_experts", "max_violation"]
+__all__ = ["RoutingRecord", "RoutingReplay", "dead_experts", "freeze_routers", "has_experts", "max_violation"]
 
 
 class RoutingReplay:
@@ -166,6 +166,17 @@ class RoutingReplay:
     def _checkpoint_contexts(self) -> tuple[_Region, _Region]:
         chosen: dict[int, torch.Tensor] = {}
         return _Region(self, chosen, recompute=False), _Region(self, chosen, recompute=True)
+
+
+def freeze_routers(model: nn.Module) -> None:
+    """Takes the parameters of every router out of training.
+
+    Raises:
+        ValueError: as :class:`RoutingReplay`.
+    """
+    base = next((m.base_model for m in model.modules() if isinstance(m, PreTrainedModel)), model)
+    for _, router in _find_routers(base).values():
+        router.requires_grad_(False)
 
 
 def has_experts(model: nn.Module) -> bool:

@@ -104,6 +104,7 @@ class GRPOConfig(LossConfig):
     routing_replay: str = _option(
         "none", "R2: every update of a rollout routes as the policy before the first one did; none: as it does itself."
     )
+    freeze_router: bool = _option(False, "Leave the routers of an MoE model as they are.")
     router_aux_loss_coef: float = _option(
         0.0, "Weight of the routers' load-balancing loss; off whatever the model says."
     )

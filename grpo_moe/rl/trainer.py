@@ -17,7 +17,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head
-from grpo_moe.adapters.routing import RoutingRecord, RoutingReplay, dead_experts, has_experts, max_violation
+from grpo_moe.adapters.routing import (
+    RoutingRecord,
+    RoutingReplay,
+    dead_experts,
+    freeze_routers,
+    has_experts,
+    max_violation,
+)
 from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss_from_logps
 from grpo_moe.rewards import RewardCaller
@@ -313,11 +320,14 @@ class GRPOTrainer:
     def _prepare(self, policy: PreTrainedModel) -> None:
         args = self.args
         disable_dropout(policy)
-        if args.routing_replay != "none" and not has_experts(policy):
-            raise ValueError(
-                f'routing_replay must be "none" for {type(policy).__name__}, which has no experts, got '
-                f"{args.routing_replay!r}; leave it out"
-            )
+        for name, idle in (("routing_replay", "none"), ("freeze_router", False)):
+            if getattr(args, name) != idle and not has_experts(policy):
+                raise ValueError(
+                    f"{name} must be {idle!r} for {type(policy).__name__}, which has no experts, got "
+                    f"{getattr(args, name)!r}; leave it out"
+                )
+        if args.freeze_router:
+            freeze_routers(policy)
         replays = args.routing_replay != "none" or args.gradient_checkpointing  # whose recompute routes as its forward
         self.routing = RoutingReplay(policy) if replays and has_experts(policy) else None
         if args.gradient_checkpointing:  # renamed in transformers 5.24

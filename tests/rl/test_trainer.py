@@ -320,8 +320,18 @@ def test_replay_without_experts_is_refused(tmp_path):
             max_position_embeddings=64,
         )
     )
-    with pytest.raises(ValueError, match='routing_replay must be "none" for LlamaForCausalLM'):
-        trainer(tmp_path, model, routing_replay="R2")
+    for name, value in (("routing_replay", "R2"), ("freeze_router", True)):
+        with pytest.raises(ValueError, match=f"{name} must be .* for LlamaForCausalLM, which has no experts"):
+            trainer(tmp_path, model, **{name: value})
+
+
+def test_frozen_routers_stay_and_the_rest_learns(tmp_path):
+    run = trainer(tmp_path, max_steps=2, freeze_router=True)
+    before = {name: p.clone() for name, p in run.policy.named_parameters()}
+    run.train()
+    moved = {name for name, p in run.policy.named_parameters() if not torch.equal(p, before[name])}
+    routers = {name for name in before if ".gate.weight" in name}
+    assert routers and not routers & moved and moved
 
 
 def test_a_non_finite_gradient_is_skipped_and_several_stop_the_run(tmp_path):
