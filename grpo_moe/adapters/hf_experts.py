@@ -36,8 +36,7 @@ def run_experts(
             'expert (has_post_expert_norm must be False, got True); use transformers\' "grouped_mm" for this model'
         )
     up = "gate_up_proj" if module.has_gate else "up_proj"
-    biases = (f"{up}_bias", "down_proj_bias") if module.has_bias else ()
-    up_bias, down_bias = (getattr(module, bias) for bias in biases) if biases else (None, None)
+    up_bias, down_bias = (getattr(module, f"{up}_bias"), module.down_proj_bias) if module.has_bias else (None, None)
     return moe_experts(
         hidden_states,
         getattr(module, up),

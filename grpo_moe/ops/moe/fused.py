@@ -11,16 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from ..triton_launch import INTERPRET
 from .activation_kernels import Gate, activate_backward
 from .fused_kernels import gate_up
-from .grouped_gemm import (
-    ExpertWeight,
-    Rows,
-    Tile,
-    grouped_gemm,
-    grouped_outer,
-    has_large_tiles,
-    tma_fits,
-    torch_grouped_outer,
-)
+from .grouped_gemm import ExpertWeight, Rows, Tile, grouped_gemm, has_large_tiles, tma_fits
+from .grouped_outer import grouped_outer, torch_grouped_outer
 from .reference import first_order
 from .routing import Routing, route
 from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
@@ -68,6 +60,11 @@ class Options(NamedTuple):
     transposed: bool
     backend: str
     memory_efficient: bool
+
+    @classmethod
+    def from_flat(cls, activation: str, interleaved: bool, alpha: float, limit: float, *others) -> Options:
+        """The inverse of :meth:`flat`."""
+        return cls(Gate(activation, interleaved, alpha, limit), *others)
 
     def flat(self) -> tuple:
         """As the operators take them."""
@@ -188,7 +185,7 @@ def _forward_operator(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Output, pre-activations (empty unless kept), and the tensors of the routing."""
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
-    options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
+    options = Options.from_flat(activation, interleaved, alpha, limit, transposed, backend, memory_efficient)
     out, pre, routing = _run(tensors, options, keep)
     return out, hidden_states.new_empty(0) if pre is None else pre, *(x.clone() for x in routing.tensors)
 
@@ -233,7 +230,7 @@ def _backward_operator(
     tensors = (hidden_states, gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias, top_k_index)
     numbers = (pair_of_row, row_of_pair, expert_of_row, expert_offsets)
     routing = Routing(*numbers, top_k_index.shape[1], gate_up_proj.shape[0])
-    options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
+    options = Options.from_flat(activation, interleaved, alpha, limit, transposed, backend, memory_efficient)
     grads = _gradients(grad, tensors, pre, routing, options, needed)
     return tuple(grad.new_empty(0) if x is None else x for x in grads)
 
@@ -255,9 +252,9 @@ for _operator in _BACKWARD.values():
 
 
 def _setup_context(ctx, inputs, output):
-    *tensors, activation, interleaved, alpha, limit, transposed, backend, memory_efficient, _ = inputs
+    tensors, options = inputs[:7], inputs[7:-1]
     ctx.save_for_backward(*tensors, *output[1:])
-    ctx.options = Options(Gate(activation, interleaved, alpha, limit), transposed, backend, memory_efficient)
+    ctx.options = Options.from_flat(*options)
     ctx.set_materialize_grads(False)
 
 
@@ -318,22 +315,22 @@ def gemm(rows: Rows, weight: ExpertWeight, routing: Routing) -> Tensor:
     return grouped_gemm(rows, weight, routing, tile_of("gemm", routing.rows_an_expert, rows.values))
 
 
-def tile_of(gemm: str, rows: float, like: Tensor) -> Tile:
+def tile_of(kind: str, rows: float, like: Tensor) -> Tile:
     """Block sizes of a GEMM for so many rows an expert; what is best was measured on an H200.
 
     Args:
-        gemm: "gate_up" (columns of the result count, half of the product's), "gemm", or "outer".
+        kind: "gate_up" (columns of the result count, half of the product's), "gemm", or "outer".
         rows: an expert has on average.
         like: device and dtype.
     """
     if INTERPRET:
         return _TINY
     if like.element_size() == 4:
-        return _FLOAT32[gemm == "gate_up"]
+        return _FLOAT32[kind == "gate_up"]
     if not has_large_tiles(like.device):
-        return _PORTABLE[gemm == "gate_up"]
+        return _PORTABLE[kind == "gate_up"]
     step = 0 if rows <= 16 else 1 if rows <= 32 else 2 if rows < GATHER_FROM else 3
-    return _TILES[gemm][step]
+    return _TILES[kind][step]
 
 
 _TINY = Tile(16, 16, 16, 4, 1)

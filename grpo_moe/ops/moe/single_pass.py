@@ -10,9 +10,9 @@ from ..triton_launch import INTERPRET, launch
 from .activation_kernels import Gate, activation_and_slopes
 from .activations import gated_activation
 from .fused_kernels import gate_up_bias, gate_up_operand, gate_up_product, split_gate_and_up
-from .grouped_gemm import ExpertWeight, Tile, multiply, source_rows, tma_fits, weight_tile
+from .grouped_gemm import ExpertWeight, Tile, device_properties, multiply, source_rows, tma_fits, weight_tile
 from .reference import first_order, stacked_gradients
-from .routing import Routing, route
+from .routing import Routing, cdiv, next_power_of_2, route
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -102,14 +102,14 @@ def tile_for(num_rows: int, up: ExpertWeight, down: ExpertWeight) -> Tile:
         return Tile(16, 16, 16, 4, 1)
     experts, width = len(up.values), down.shape[1]
     # half as many again as an expert has on average: a second tile of a few rows would read the weights again
-    rows = min(64, max(16, triton.next_power_of_2(3 * num_rows // (2 * experts))))
+    rows = min(64, max(16, next_power_of_2(3 * num_rows // (2 * experts))))
     if up.values.dtype == torch.float32:
         return Tile(min(rows, 32), 32, 16, 4, 3)
     if not (tma_fits(up.values) and tma_fits(down.values)):
         return Tile(rows, 32, 32, 4, 3)
-    tiles = min(experts, num_rows) * triton.cdiv(num_rows, rows * experts)
-    processors = torch.cuda.get_device_properties(up.values.device).multi_processor_count
-    if tiles * triton.cdiv(width, 128) < processors:
+    tiles = min(experts, num_rows) * cdiv(num_rows, rows * experts)
+    processors = device_properties(up.values.device).multi_processor_count
+    if tiles * cdiv(width, 128) < processors:
         return Tile(rows, 64, 64, 4, 4)
     return Tile(rows, 128, 64, 4, 4 if rows < 64 else 2)
 
@@ -125,7 +125,7 @@ def _parts(
 ) -> torch.Tensor:
     """[splits, num_rows, H] fp32: what each split of I adds to the output; garbage after the last pair."""
     height, width = down.shape
-    splits, block_d = triton.cdiv(width, tile.block_n), min(64, tile.block_n)
+    splits, block_d = cdiv(width, tile.block_n), min(64, tile.block_n)
     parts = hidden.new_empty(splits, routing.num_rows, height, dtype=torch.float32)
     if parts.numel() == 0:
         return parts
@@ -178,7 +178,7 @@ def _sum_parts(
     if out.numel():
         launch(
             _sum_parts_kernel,
-            (len(out), triton.cdiv(width, block), 1),
+            (len(out), cdiv(width, block), 1),
             parts,
             routing.row_of_pair,
             weights,
@@ -190,7 +190,7 @@ def _sum_parts(
             splits,
             K=routing.num_slots,
             HAS_BIAS=bias is not None,
-            BLOCK_S=min(triton.next_power_of_2(max(1, splits)), 2 if INTERPRET else 32),
+            BLOCK_S=min(next_power_of_2(max(1, splits)), 2 if INTERPRET else 32),
             BLOCK=block,
             num_warps=4,
         )

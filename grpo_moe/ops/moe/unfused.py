@@ -94,7 +94,7 @@ class _GroupedLinear(torch.autograd.Function):
                 grad_values = sum_over_slots(grad_values, routing, ctx.num_values, None, grad.dtype)
         if need_weight:
             rows = sorted_rows(values, routing) if ctx.by_token else Rows(values, by_token=False)
-            grad_weight = outer(grad_rows, rows, transposed, routing, torch.empty_like(weight))
+            grad_weight = outer(grad_rows, rows, transposed, routing, weight)
         if need_bias:
             grad_bias = sum_by_expert(grad_rows, routing, grad.dtype)
         return grad_values, grad_weight, grad_bias, None, None, None
