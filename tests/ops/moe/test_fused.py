@@ -68,9 +68,18 @@ def test_error_is_at_most_half_more_than_that_of_eager(shape, dtype):
 
 @pytest.mark.gpu
 def test_every_number_of_tokens_to_70():
+    """Over all of them as in the tests above; one token's two gradients alone may be luckily rounded in eager."""
+    rounding, ours, eager = torch.finfo(torch.bfloat16).eps / 2, [], []
     for tokens in range(71):
         tensors, upstream = make(tokens, 8, 128, 64, 2, dtype=torch.bfloat16)
-        assert_no_worse_than_eager(tensors, upstream, torch.bfloat16)
+        truth = outcome(tensors, upstream, torch.float64)
+        ours.append(norms(outcome(tensors, upstream, torch.bfloat16), truth))
+        eager.append(norms(outcome(tensors, upstream, torch.bfloat16, impl="stacked"), truth))
+        for name, error in ours[-1].items():
+            assert error <= 1.5 * eager[-1][name] + rounding, f"{tokens} tokens, {name}: {error:.2e}"
+    for name in ours[0]:
+        squares = [sum(errors[name] ** 2 for errors in made) for made in (ours, eager)]
+        assert 0 < squares[0] <= 1.5**2 * squares[1], f"{name}: {squares}"
 
 
 @pytest.mark.gpu
