@@ -40,6 +40,8 @@ class SamplingParams:
     """Keep the smallest set of tokens whose probability reaches p; 1 keeps all."""
     seed: int = 0
     """Same seed, same completions, whatever else is in the batch."""
+    return_routes: bool = False
+    """Record the experts of each token; MoE models only."""
 
     def __post_init__(self):
         _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
@@ -61,6 +63,9 @@ class Completion:
     """"stop" after an EOS token, "length" when max_new_tokens or the context ran out."""
     text: str = ""
     """Decoded without special tokens; empty where the engine has no tokenizer."""
+    routes: Any | None = field(default=None, compare=False, repr=False)
+    """RoutingRecord [1, S, L, K] on the CPU, of the experts that the rollout used for the S tokens of prompt and
+    completion; -1 for the last token, which was never forwarded. None unless asked for."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +92,8 @@ class RolloutBatch:
     """[B, T] fp32, of the reference model. None without a KL term."""
     routes: Any | None = None
     """RoutingRecord [B, S, L, K] that the updates replay. None: route naturally."""
+    expert_load: torch.Tensor | None = None
+    """[B, L, E] int64 tokens of each row by expert, before the updates. None without a load-balancing loss."""
 
 
 def _require(holds: bool, name: str, rule: str, value: object) -> None:

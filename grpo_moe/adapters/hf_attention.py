@@ -5,8 +5,18 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers.masking_utils import (
+    and_masks,
+    causal_mask_function,
+    flex_attention_mask,
+    packed_sequence_mask_function,
+    sdpa_mask,
+    sliding_window_causal_mask_function,
+)
+
+from grpo_moe.ops.attention.flex import MIN_QUERIES, dense_mask, flex_sink_attention, room_for_graphs, supports_flex
 
 SINK_ATTENTION = "grpo_moe_sinks"
 """For ``attn_implementation``; transformers dispatches on parts of names, so it must hold no name of another."""
@@ -17,22 +27,23 @@ def sink_attention_forward(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    attention_mask: torch.Tensor | BlockMask | None,
     dropout: float = 0.0,
     scaling: float | None = None,
     s_aux: torch.Tensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
-    """transformers' attention function by PyTorch's SDPA: a sink is one more key, of value zero and score ``s_aux``.
+    """transformers' attention function: FlexAttention under a block mask on a GPU, PyTorch's SDPA otherwise.
 
-    Exact, gradients of the sinks included. Its float mask has [B, heads, T, S + 1] elements.
+    SDPA also takes block masks that FlexAttention has no kernel for: float64, dropout, fewer than 128 queries, D below 16.
+    Both give the gradients of the sinks.
 
     Args:
         module: the attention module, unused.
         query: [B, heads, T, D].
         key, value: [B, kv_heads, S, D].
-        attention_mask: [B or 1, 1 or heads, T, S or more], bool (True where a query sees a key) or added to the scores;
-            None is causal.
+        attention_mask: block mask, or [B or 1, 1 or heads, T, S or more], bool (True where a query sees a key) or added
+            to the scores; None is causal, the last query at the last key.
         dropout, scaling: of the probabilities, of the scores (1/sqrt(D) by default).
         s_aux: [heads] sink logits, or None.
 
@@ -41,29 +52,51 @@ def sink_attention_forward(
 
     Source: gpt-oss model card (attention sinks).
     """
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    group = heads // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    if attention_mask is None:
-        attention_mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)
-        attention_mask = attention_mask[None, None]
-    if attention_mask.dtype == torch.bool:
-        lowest = torch.finfo(query.dtype).min
-        attention_mask = query.new_zeros(attention_mask.shape).masked_fill(~attention_mask, lowest)
-    scores = attention_mask[..., :keys].expand(batch, heads, queries, keys)
-    if s_aux is not None:
-        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
-        columns = s_aux.to(query.dtype).view(1, heads, 1, 1).expand(batch, -1, queries, 1)
-        scores = torch.cat([scores, columns], dim=-1)
-    out = F.scaled_dot_product_attention(query, key, value, attn_mask=scores, dropout_p=dropout, scale=scaling)
+    if isinstance(attention_mask, BlockMask) and not dropout and supports_flex(query):
+        out = flex_sink_attention(query, key, value, block_mask=attention_mask, sinks=s_aux, scale=scaling)
+    else:
+        mask = dense_mask(attention_mask) if isinstance(attention_mask, BlockMask) else attention_mask
+        out = _sdpa(query, key, value, mask, s_aux, dropout_p=dropout, scale=scaling)
     return out.transpose(1, 2).contiguous(), None
 
 
+def _sdpa(query, key, value, mask, sinks, **options) -> torch.Tensor:
+    """A sink is one more key, of value zero and score ``sinks``; the float mask has [B, heads, T, S + 1] elements."""
+    (batch, heads, queries, _), keys = query.shape, key.shape[2]
+    group = heads // key.shape[1]
+    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
+    if mask is None:
+        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
+    if mask.dtype == torch.bool:
+        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
+    scores = mask[..., :keys].expand(batch, heads, queries, keys)
+    if sinks is not None:
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        columns = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, -1, queries, 1)
+        scores = torch.cat([scores, columns], dim=-1)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, **options)
+
+
+def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) -> torch.Tensor | BlockMask:
+    """transformers' mask function for :func:`sink_attention_forward`; takes what its ``sdpa_mask`` takes.
+
+    Returns:
+        A block mask on a GPU, from 128 queries on, so that decoding needs none; otherwise bool [B, 1, T, S].
+    """
+    if torch.device(device).type == "cuda" and q_length >= MIN_QUERIES:
+        with room_for_graphs():  # building the mask is compiled too, for each kind of mask
+            return flex_attention_mask(q_length=q_length, device=device, **kwargs)
+    # None instead of a mask would mean the first query at the first key for a static cache, the last at the last for others
+    return sdpa_mask(q_length=q_length, device=device, **{**kwargs, "allow_is_causal_skip": False})
+
+
 AttentionInterface.register(SINK_ATTENTION, sink_attention_forward)
-AttentionMaskInterface.register(SINK_ATTENTION, sdpa_mask)
+AttentionMaskInterface.register(SINK_ATTENTION, sink_attention_mask)
 
 
-def packed_attention_masks(sequence_ids: torch.Tensor, window: int | None) -> dict[str, torch.Tensor]:
+def packed_attention_masks(
+    sequence_ids: torch.Tensor, window: int | None, *, blocks: bool = False
+) -> dict[str, torch.Tensor | BlockMask]:
     """Masks under which the sequences of a packed row do not see each other, for a model that takes a dictionary.
 
     transformers' GPT-OSS lets packed sequences see each other if it is given ``position_ids`` alone.
@@ -71,17 +104,29 @@ def packed_attention_masks(sequence_ids: torch.Tensor, window: int | None) -> di
     Args:
         sequence_ids: [B, T] integers, equal for the tokens of one sequence.
         window: tokens that a "sliding_attention" layer sees, the query included; None leaves that mask out.
+        blocks: on a GPU, from T = 128 on, block masks, by which attention skips blocks of other sequences; only
+            "grpo_moe_sinks" and "flex_attention" take them.
 
     Returns:
-        "full_attention" and, with a window, "sliding_attention": bool [B, 1, T, T], True where a query sees a key.
+        "full_attention" and, with a window, "sliding_attention": bool [B, 1, T, T], True where a query sees a key, or
+        block masks.
     """
-    place = torch.arange(sequence_ids.shape[1], device=sequence_ids.device)
-    behind = place[:, None] - place[None, :]
-    same = sequence_ids[:, :, None] == sequence_ids[:, None, :]
-    masks = {"full_attention": (same & (behind >= 0))[:, None]}
+    batch, length = sequence_ids.shape
+    functions = {"full_attention": causal_mask_function}
     if window is not None:
-        masks["sliding_attention"] = (same & (behind >= 0) & (behind < window))[:, None]
-    return masks
+        functions["sliding_attention"] = sliding_window_causal_mask_function(window)
+    build = sink_attention_mask if blocks else sdpa_mask
+    return {
+        name: build(
+            batch_size=batch,
+            q_length=length,
+            kv_length=length,
+            mask_function=and_masks(function, packed_sequence_mask_function(sequence_ids)),
+            allow_is_causal_skip=False,
+            device=sequence_ids.device,
+        )
+        for name, function in functions.items()
+    }
 
 
 @torch.no_grad()

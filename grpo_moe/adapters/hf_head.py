@@ -1,20 +1,24 @@
-"""Log-probabilities of completion tokens inside a causal LM's own forward, so that DDP, FSDP and ZeRO hooks fire."""
+"""Log-probabilities and losses of completions inside a causal LM's own forward, so that DDP and FSDP hooks fire."""
 
 from __future__ import annotations
 
 import functools
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
 from grpo_moe.ops import token_logps
 
+from .hf_packing import packed_inputs
+
 
 @dataclass
 class TokenLogpsOutput(ModelOutput):
-    """What a model returns in log-probability mode."""
+    """What :func:`completion_logps` returns."""
 
     logps: torch.Tensor | None = None
     """[B, T] fp32, 0 where the completion mask is False."""
@@ -25,31 +29,39 @@ class TokenLogpsOutput(ModelOutput):
 
 
 def add_token_logps(model):
-    """Gives ``model.forward`` the mode that :func:`completion_logps` uses. Other calls stay as they are.
+    """Gives ``model.forward`` the mode that :func:`completion_logps` and :func:`completion_loss` use.
+
+    Other calls stay as they are.
+
+    Args:
+        model: a transformers causal LM, in PEFT's wrapper or not.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: a PEFT model, or LoRA on the head, whose delta the head's weight does not hold.
+        ValueError: no linear head, or LoRA on it, whose delta the head's weight does not hold.
     """
-    if getattr(model, "_has_token_logps", False):
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    if getattr(base, "_has_token_logps", False):
         return model
-    if hasattr(model, "peft_config"):
-        raise ValueError("model must be a plain transformers model, got one with PEFT adapters; merge them first")
-    head = model.get_output_embeddings()
-    if head is None or hasattr(head, "lora_A"):
-        raise ValueError(f"the head of {type(model).__name__} must be a plain linear layer, got {type(head).__name__}")
-    transform = head_transform(model.config)
+    head = base.get_output_embeddings()
+    if hasattr(head, "lora_A"):
+        raise ValueError(
+            f"the head of {type(base).__name__} must carry no LoRA, got {type(head).__name__}: the fused head reads its "
+            'weight alone; take it out of target_modules, or train it whole with modules_to_save=["lm_head"]'
+        )
+    if head is None or not hasattr(head, "weight"):
+        raise ValueError(f"the head of {type(base).__name__} must be a linear layer, got {type(head).__name__}")
 
-    @functools.wraps(type(model).forward)  # generate() checks its keyword arguments against this signature
-    def forward(self, *args, completion_ids=None, **kwargs):
-        if completion_ids is None:
+    @functools.wraps(type(base).forward)  # generate() checks its keyword arguments against this signature
+    def forward(self, *args, reading: _Reading | None = None, **kwargs):
+        if reading is None:
             return type(self).forward(self, *args, **kwargs)  # not a bound method: a copy of the model stays a copy
-        return _token_logps_forward(self, completion_ids, transform, **kwargs)
+        return _read(self, reading)
 
-    model.forward = types.MethodType(forward, model)
-    model._has_token_logps = True
+    base.forward = types.MethodType(forward, base)
+    base._has_token_logps = True
     return model
 
 
@@ -64,6 +76,7 @@ def completion_logps(
     temperature: float = 1.0,
     return_entropy: bool = False,
     return_aux_loss: bool = False,
+    padding_free: bool = False,
 ) -> TokenLogpsOutput:
     """Log-probability of each completion token given what stands before it; logits exist a chunk of rows at a time.
 
@@ -75,20 +88,94 @@ def completion_logps(
         temperature: divides the logits.
         return_entropy: also the entropy of each token's distribution, differentiable.
         return_aux_loss: also the routers' load-balancing loss (models whose base output has ``aux_loss``).
+        padding_free: run the B sequences as one row without padding; see :func:`check_padding_free`.
     """
-    return model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        prompt_lengths=prompt_lengths,
-        completion_ids=completion_ids,
-        completion_mask=completion_mask,
-        temperature=temperature,
-        return_entropy=return_entropy,
-        return_aux_loss=return_aux_loss,
-    )
+
+    def read(hidden_states, places, weight, **head):
+        rows = completion_mask.nonzero(as_tuple=True)
+        ids = completion_ids[rows]
+        result = token_logps(
+            hidden_states[places[rows]], weight, ids, temperature=temperature, return_entropy=return_entropy, **head
+        )
+        values = result if return_entropy else (result, None)
+        return [x if x is None else x.new_zeros(completion_ids.shape).index_put(rows, x) for x in values]
+
+    columns = completion_ids.shape[1]
+    reading = _Reading(input_ids, attention_mask, prompt_lengths, columns, padding_free, read, return_aux_loss)
+    (logps, entropy), aux_loss = model(reading=reading)
+    return TokenLogpsOutput(logps=logps, entropy=entropy, aux_loss=aux_loss)
 
 
-def head_transform(config) -> dict[str, float]:
+def completion_loss(
+    model,
+    loss_fn: Callable[..., Any],
+    *,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    prompt_lengths: torch.Tensor,
+    completion_length: int,
+    padding_free: bool = False,
+) -> Any:
+    """What a loss fused with the head, as :func:`grpo_moe.ops.grpo_loss`, makes of the completions' hidden states.
+
+    Args:
+        model, input_ids, attention_mask, prompt_lengths, padding_free: as in :func:`completion_logps`.
+        loss_fn: ``f(hidden_states [B, T, H], lm_head_weight [V, H], *, bias [V] or None, logit_scale, softcap)``, called
+            in the model's forward; column t predicts completion token t, and is anything where the row has none.
+        completion_length: T.
+    """
+
+    def read(hidden_states, places, weight, **head):
+        return loss_fn(hidden_states[places], weight, **head)
+
+    return model(reading=_Reading(input_ids, attention_mask, prompt_lengths, completion_length, padding_free, read))[0]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """What to run and how to read it; one opaque object, since FSDP rounds the float tensors among arguments."""
+
+    input_ids: torch.Tensor
+    attention_mask: torch.Tensor
+    prompt_lengths: torch.Tensor
+    completion_length: int
+    padding_free: bool
+    read: Callable
+    """f(hidden_states [N, H], places [B, T] in N, weight, bias, logit_scale, softcap)."""
+    return_aux_loss: bool = False
+
+
+def _read(model, reading: _Reading) -> tuple:
+    """What the reading's function makes of a forward of the base model; and its auxiliary loss, or None."""
+    inputs = {"input_ids": reading.input_ids, "attention_mask": reading.attention_mask}
+    lengths = reading.attention_mask.sum(1)
+    if reading.padding_free:
+        inputs = packed_inputs(model, **inputs)
+        first = lengths.cumsum(0) - lengths  # of each sequence among the tokens
+    else:
+        first = torch.arange(len(lengths), device=lengths.device) * reading.input_ids.shape[1]
+    if reading.return_aux_loss:
+        inputs["output_router_logits"] = True
+    outputs = model.base_model(**inputs, use_cache=False)
+    hidden_states = outputs.last_hidden_state.flatten(0, 1)
+    columns = torch.arange(reading.completion_length, device=lengths.device)
+    places = (reading.prompt_lengths - 1)[:, None] + columns  # [B, T]
+    places = first[:, None] + places.clamp(max=(lengths - 1)[:, None])
+    return reading.read(hidden_states, places, **head_of(model)), outputs.aux_loss if reading.return_aux_loss else None
+
+
+def head_of(model) -> dict[str, Any]:
+    """``weight``, ``bias``, ``logit_scale`` and ``softcap`` of the head; rows beyond the vocabulary left out."""
+    head, config = model.get_output_embeddings(), model.config.get_text_config()
+    weight, bias = head.weight, getattr(head, "bias", None)
+    if hasattr(weight, "full_tensor"):  # a shard of FSDP2
+        weight = weight.full_tensor()
+    if len(weight) > config.vocab_size:
+        weight, bias = weight[: config.vocab_size], None if bias is None else bias[: config.vocab_size]
+    return {"weight": weight, "bias": bias, **head_transform(config)}
+
+
+def head_transform(config) -> dict[str, float | None]:
     """``logit_scale`` and ``softcap`` between the head's product and the logits, from the names that configs use."""
     text = config.get_text_config()
     named = (getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
@@ -108,57 +195,56 @@ def check_head(model) -> None:
     Raises:
         ValueError: they differ: the model does something to its logits that ``head_transform`` does not know.
     """
-    device, vocabulary = model.device, model.get_input_embeddings().weight.shape[0]
+    device, vocabulary = model.device, model.config.get_text_config().vocab_size
     ids = torch.arange(1, 5, device=device)[None] % vocabulary
-    ours = completion_logps(
-        model,
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids, dtype=torch.bool),
-        prompt_lengths=torch.ones(1, dtype=torch.long, device=device),
-        completion_ids=ids[:, 1:],
-        completion_mask=torch.ones_like(ids[:, 1:], dtype=torch.bool),
-    ).logps
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1].to(ours.dtype)
+    ours = _logps_of_rows(model, ids, [ids.shape[1]], padding_free=False)
+    logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocabulary].to(ours.dtype)
     theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
-    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-    if not torch.allclose(ours, theirs, atol=tolerance, rtol=tolerance):
+    if not _close(model, ours, theirs):
         raise ValueError(
             f"log-probabilities of {type(model).__name__} must equal those of its own logits, got {ours.tolist()} "
             f"against {theirs.tolist()}; its head is not supported"
         )
 
 
-def _token_logps_forward(
-    model,
-    completion_ids,
-    transform,
-    *,
-    prompt_lengths,
-    completion_mask,
-    temperature,
-    return_entropy,
-    return_aux_loss,
-    **inputs,
-):
-    if return_aux_loss:
-        inputs["output_router_logits"] = True
-    outputs = model.base_model(**inputs, use_cache=False)
-    hidden, head = outputs.last_hidden_state, model.get_output_embeddings()
-    columns = prompt_lengths[:, None] - 1 + torch.arange(completion_ids.shape[1], device=hidden.device)
-    rows = completion_mask.nonzero(as_tuple=True)
-    result = token_logps(
-        hidden[rows[0], columns[rows]],
-        head.weight,
-        completion_ids[rows],
-        bias=head.bias,
-        temperature=temperature,
-        return_entropy=return_entropy,
-        **transform,
-    )
-    logps, entropy = result if return_entropy else (result, None)
+@torch.no_grad()
+def check_padding_free(model) -> None:
+    """Compares the log-probabilities of a few packed sequences with those of the same sequences padded.
 
-    def scatter(values):
-        return None if values is None else values.new_zeros(completion_ids.shape).index_put(rows, values)
+    Raises:
+        ValueError: they differ: sequences of a packed row see each other, as under linear attention.
+    """
+    lengths = [3, 7, 5]
+    ids = torch.arange(3 * 7, device=model.device).view(3, 7) * 5 % model.config.get_text_config().vocab_size
+    try:
+        packed = _logps_of_rows(model, ids, lengths, padding_free=True)
+    except ValueError as error:  # transformers 5.24 refuses some models itself
+        raise ValueError(
+            f"padding_free must be False for {type(model).__name__}, got True: {error}; leave it out"
+        ) from error
+    padded = _logps_of_rows(model, ids, lengths, padding_free=False)
+    if not _close(model, packed, padded):
+        raise ValueError(
+            f"padding_free must be False for {type(model).__name__}, got True: its packed sequences see each other "
+            f"(log-probabilities {packed[1].tolist()} against {padded[1].tolist()}); leave it out"
+        )
 
-    aux_loss = outputs.aux_loss if return_aux_loss else None
-    return TokenLogpsOutput(logps=scatter(logps), entropy=scatter(entropy), aux_loss=aux_loss)
+
+def _logps_of_rows(model, ids: torch.Tensor, lengths: list[int], *, padding_free: bool) -> torch.Tensor:
+    """Log-probabilities [B, S - 1] of ids [B, S] after the first of each row."""
+    lengths = torch.tensor(lengths, device=ids.device)
+    mask = torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]
+    return completion_logps(
+        model,
+        input_ids=ids,
+        attention_mask=mask,
+        prompt_lengths=torch.ones_like(lengths),
+        completion_ids=ids[:, 1:],
+        completion_mask=mask[:, 1:],
+        padding_free=padding_free,
+    ).logps
+
+
+def _close(model, ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
+    return torch.allclose(ours, theirs, atol=tolerance, rtol=tolerance / 10)

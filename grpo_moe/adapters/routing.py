@@ -47,7 +47,9 @@ class RoutingReplay:
         self._region: _Region | None = None
         self._record: RoutingRecord | None = None
         self._unused = False
-        self._sink: list[RoutingRecord] | None = None
+        self._sinks: list[tuple[list[RoutingRecord], bool]] = []
+        self._sums: list[torch.Tensor] | None = None
+        self._sum_mask: torch.Tensor | None = None
         self._rules: dict[int, _Rule] = {}
         self._handles = [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
@@ -73,16 +75,34 @@ class RoutingReplay:
         return {"use_reentrant": False, "context_fn": self._checkpoint_contexts}
 
     @contextmanager
-    def record(self) -> Iterator[list[RoutingRecord]]:
-        """Yields a list that gets a record [B, T, L, K] of each forward inside (of what is used, under a replay).
+    def record(self, *, natural: bool = False) -> Iterator[list[RoutingRecord]]:
+        """Yields a list that gets a record [B, T, L, K] of each forward inside.
 
         Join them with :meth:`RoutingRecord.concat_rows` (micro-batches) or ``concat_steps`` (a generation).
+
+        Args:
+            natural: what each router chose itself, instead of what is used, under a replay.
         """
-        outer, self._sink = self._sink, []
+        records: list[RoutingRecord] = []
+        self._sinks.append((records, natural))
         try:
-            yield self._sink
+            yield records
         finally:
-            self._sink = outer
+            self._sinks.pop()
+
+    @contextmanager
+    def sum_probabilities(self, token_mask: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+        """Yields a list that gets of each forward inside the routers' probabilities [L, E] fp32, with gradient.
+
+        They are summed over the tokens under ``token_mask`` [B, T]: softmax of the live logits, or normalised sigmoids
+        where the router scores with sigmoids.
+        """
+        outer = self._sums, self._sum_mask
+        self._sums, self._sum_mask = [], token_mask.bool()
+        try:
+            yield self._sums
+        finally:
+            self._sums, self._sum_mask = outer
 
     @contextmanager
     def replay(self, record: RoutingRecord) -> Iterator[None]:
@@ -124,7 +144,7 @@ class RoutingReplay:
 
     def _end(self, base, args, output) -> None:
         forward, self._forward = self._forward, None
-        if output is None or (self._record is None and self._sink is None):
+        if output is None or self._idle:
             return  # no output: the forward raised
         if missing := [layer for layer in self.layers if layer not in forward.chosen]:
             raise ValueError(
@@ -132,9 +152,22 @@ class RoutingReplay:
                 "a kernel routes in their place; turn that off"
             )
         self._unused = False
-        if self._sink is not None:
-            indices = torch.stack([forward.chosen[layer] for layer in self.layers], 2)
-            self._sink.append(RoutingRecord(indices, self.layers, forward.num_experts))
+        for records, natural in self._sinks:
+            kept = forward.natural if natural else forward.chosen
+            indices = torch.stack([kept[layer] for layer in self.layers], 2)
+            records.append(RoutingRecord(indices, self.layers, forward.num_experts))
+        if self._sums is not None:
+            self._sums.append(torch.stack([self._sum_of(layer, forward) for layer in self.layers]))
+
+    @property
+    def _idle(self) -> bool:
+        return self._record is None and not self._sinks and self._sums is None
+
+    def _sum_of(self, layer: int, forward: _Forward) -> torch.Tensor:
+        probabilities = self._rules[layer].probabilities(forward.logits[layer])  # [N, E]
+        mask = self._sum_mask
+        mask = mask.flatten() if len(probabilities) == mask.numel() else mask[forward.attention_mask]
+        return torch.where(mask[:, None], probabilities, 0).sum(0)
 
     def _route(self, layer, name, router, args, out):
         """Forward hook of a router: puts the experts to use and their live weights into its output."""
@@ -145,13 +178,17 @@ class RoutingReplay:
                 f"the router {name} must run in a forward of the model or a recompute that knows its forward, got a "
                 "call outside of both; use gradient_checkpointing_enable(replay.checkpointing_kwargs)"
             )
-        if region is None and self._record is None and self._sink is None:
+        if region is None and self._idle:
             return out
         rule = self._rules.get(layer) or _match_rule(name, router, out)
         logits, weights, natural = (out[position] for position in rule.positions)
         if len(natural):  # without a token every rule matches
             self._rules[layer] = rule
-        chosen = region.chosen[layer] if recompute else forward.choose(layer, natural, logits.shape[1], self._record)
+        if recompute:
+            chosen = region.chosen[layer]
+        else:
+            chosen = forward.choose(layer, natural, logits.shape[1], self._record)
+            forward.logits[layer] = logits
         if region is not None:
             region.chosen[layer] = chosen
         elif self._record is None:
@@ -194,6 +231,10 @@ class _Forward:
     """[B, T] bool, True for real tokens; None without a plain mask."""
     chosen: dict[int, torch.Tensor] = field(default_factory=dict)
     """Experts used, by layer: [B, T, K] int16 or int32, -1 for tokens that the router did not see."""
+    natural: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The same of the experts that the routers chose themselves."""
+    logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Of the routers, by layer: [N, E]."""
     num_experts: int = 0
 
     def choose(self, layer: int, natural: torch.Tensor, num_experts: int, record: RoutingRecord | None) -> torch.Tensor:
@@ -217,8 +258,10 @@ class _Forward:
             forced = record.indices[:, :, record.layers.index(layer)].to(natural)  # [B, T, K]
             forced = forced.flatten(0, 1) if mask is None else forced[mask]
             chosen = torch.where(forced >= 0, forced, natural)
-        stored = chosen.to(torch.int16 if num_experts <= 2**15 else torch.int32)
-        self.chosen[layer] = stored.view(*self.shape, -1) if mask is None else scatter_tokens(stored, mask)
+        dtype = torch.int16 if num_experts <= 2**15 else torch.int32
+        for kept, experts in ((self.chosen, chosen), (self.natural, natural)):
+            stored = experts.to(dtype)
+            kept[layer] = stored.view(*self.shape, -1) if mask is None else scatter_tokens(stored, mask)
         self.num_experts = num_experts
         return chosen
 
@@ -256,6 +299,14 @@ class _Rule:
         if self.normalise:  # replayed experts may all have underflown, which the router's own choice never does
             scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
         return scores * self.scale
+
+    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
+        """[N, E] fp32 (or wider), summing to 1 over the experts."""
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.scores is not _sigmoid:
+            return logits.softmax(-1)
+        scores = logits.sigmoid()
+        return scores / scores.sum(-1, keepdim=True)
 
 
 def _softmax_all(logits, chosen):

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from grpo_moe.adapters.hf_head import TokenLogpsOutput, completion_logps
+from grpo_moe.adapters.hf_head import TokenLogpsOutput, completion_logps, completion_loss
+from grpo_moe.adapters.routing_record import RoutingRecord
 from grpo_moe.types import Completion, Prompt, RolloutBatch
 
 
@@ -49,6 +51,12 @@ def collate(
         for t, (_, c) in zip(tokens, rows, strict=True)
     ]
     sequences = [torch.cat(pair) for pair in zip(prompts, tokens, strict=True)]
+    routes = [c.routes for _, c in rows if c.routes is not None]
+    if len(routes) not in (0, len(rows)):
+        raise ValueError(
+            f"routes must be on every completion or on none, got {len(routes)} of {len(rows)}; give return_routes to "
+            "every call of the engine"
+        )
     return RolloutBatch(
         input_ids=pad_sequence(sequences, batch_first=True).to(device),
         attention_mask=pad_sequence([torch.ones_like(s) for s in sequences], batch_first=True).bool().to(device),
@@ -57,6 +65,7 @@ def collate(
         completion_mask=pad_sequence(learned, batch_first=True).bool().to(device),
         advantages=advantages.flatten().float().to(device),
         sampling_logps=pad_sequence([torch.tensor(c.sampling_logps) for _, c in rows], batch_first=True).to(device),
+        routes=RoutingRecord.concat_rows(routes).to(device) if routes else None,
     )
 
 
@@ -89,6 +98,19 @@ def batch_logps(model, batch: RolloutBatch, **options) -> TokenLogpsOutput:
         completion_ids=batch.completion_ids,
         completion_mask=batch.completion_mask,
         **options,
+    )
+
+
+def batch_loss(model, batch: RolloutBatch, loss_fn: Callable[..., Any], *, padding_free: bool = False) -> Any:
+    """:func:`completion_loss` of the rows of a batch."""
+    return completion_loss(
+        model,
+        loss_fn,
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention_mask,
+        prompt_lengths=batch.prompt_lengths,
+        completion_length=batch.completion_ids.shape[1],
+        padding_free=padding_free,
     )
 
 

@@ -40,10 +40,11 @@ class GRPOConfig(LossConfig):
 
     - the loss is normalised by the exact token (or sequence) count of each optimiser step, over all micro-batches and
       processes, for every loss type; splitting a batch differently never changes the update (except under
-      ``top_entropy_quantile`` and ``router_aux_loss_coef``, which look at one micro-batch);
+      ``top_entropy_quantile``, which looks at one micro-batch);
     - ``dynamic_sampling`` exists; ``top_k`` and ``top_p`` are refused in training, since the loss scores tokens under
       the full distribution;
-    - ``router_aux_loss_coef`` is 0 whatever the model's config says;
+    - ``router_aux_loss_coef`` is 0 whatever the model's config says; the loss is that of a whole update (its tokens'
+      probabilities now, times the load of each expert before the rollout's updates), each layer by itself;
     - one ``temperature`` scales the rollout's, the old, the reference and the current log-probabilities.
 
     A step of :meth:`GRPOTrainer.step` is one rollout; ``max_steps``, ``eval_steps`` and ``save_steps`` count optimiser
@@ -68,6 +69,7 @@ class GRPOConfig(LossConfig):
     # Batch
     per_device_train_batch_size: int = _option(8, "Completions in a micro-batch on each process.")
     gradient_accumulation_steps: int = _option(1, "Micro-batches in an optimiser update.")
+    padding_free: bool = _option(False, "Run the sequences of a micro-batch as one row without padding.")
     steps_per_generation: int | None = _option(
         None, "Micro-batches in a rollout; gradient_accumulation_steps if unset."
     )
@@ -102,7 +104,9 @@ class GRPOConfig(LossConfig):
     weight_decay: float = _option(0.0, "AdamW weight decay.")
     max_grad_norm: float = _option(1.0, "Clip the gradient to this norm; 0 leaves it.")
     routing_replay: str = _option(
-        "none", "R2: every update of a rollout routes as the policy before the first one did; none: as it does itself."
+        "none",
+        "none: every update routes as it does itself; R2: as the policy did before the first update of the rollout; "
+        "R3: as the rollout did.",
     )
     freeze_router: bool = _option(False, "Leave the routers of an MoE model as they are.")
     router_aux_loss_coef: float = _option(
@@ -165,7 +169,7 @@ class GRPOConfig(LossConfig):
     def _own_names(self):
         choices = {
             "lr_scheduler_type": SCHEDULES,
-            "routing_replay": ["none", "R2"],
+            "routing_replay": ["none", "R2", "R3"],
             "report_to": [None, "none", *(kind.value for kind in LoggerType)],
         }
         for name, known in choices.items():
@@ -227,8 +231,8 @@ class GRPOConfig(LossConfig):
         reason = "the loss scores tokens under the full distribution, so a truncated sampler would bias every ratio"
         yield self.top_k == 0, "top_k", "0 in training", reason
         yield self.top_p == 1, "top_p", "1 in training", reason
-        replays = self.routing_replay == "none" or self.updates_per_rollout > 1
-        rule = "none with one update a rollout"
+        replays = self.routing_replay != "R2" or self.updates_per_rollout > 1
+        rule = "none or R3 with one update a rollout"
         yield (
             replays,
             "routing_replay",

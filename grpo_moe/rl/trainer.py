@@ -16,23 +16,15 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_attention import check_sinks
-from grpo_moe.adapters.hf_head import add_token_logps, check_head
-from grpo_moe.adapters.routing import (
-    RoutingRecord,
-    RoutingReplay,
-    dead_experts,
-    freeze_routers,
-    has_experts,
-    max_violation,
-)
+from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
 from grpo_moe.data import PromptSource
-from grpo_moe.ops import grpo_loss_from_logps
+from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
 from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
-from .batch import batch_logps, collate, micro_batches, select, windows
+from .batch import batch_logps, batch_loss, collate, micro_batches, select, windows
 from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
 from .collect import Collector
 from .config import GRPOConfig
@@ -42,6 +34,7 @@ from .launch import runs_on_cpu, world_size
 from .loading import check_vocabulary, disable_dropout, load_policy, load_tokenizer, reference_model
 from .metrics import Metrics, PhaseTimer
 from .record import RunRecord
+from .routing import PolicyRouting
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -181,10 +174,6 @@ class GRPOTrainer:
         )
         with self.timer("logps"):
             batch = self.add_reference_logps(batch)
-        if batch.routes is not None:
-            load = batch.routes.expert_load(batch.attention_mask)  # [L, E]
-            metrics.add("routing/max_violation", max_violation(load).mean())
-            metrics.add("routing/dead_experts", dead_experts(load).float().mean())
         with self.timer("update"):
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
@@ -200,12 +189,12 @@ class GRPOTrainer:
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
-        if self.args.updates_per_rollout > 1:
-            with self.routing.record() if self.args.routing_replay == "R2" else nullcontext([]) as records:
-                batch = replace(batch, old_logps=self._logps(self.policy, batch))
-            if records:
-                ran = torch.cat(self._every_row(batch))  # in what order the rows ran
-                batch = replace(batch, routes=RoutingRecord.concat_rows(records).rows(ran.argsort()))
+        if self.args.updates_per_rollout > 1 or self.args.router_aux_loss_coef:
+            records = []
+            old_logps = self._logps(self.policy, batch, lambda part: self.routing.scoring(part, records))
+            if self.args.updates_per_rollout > 1:
+                batch = replace(batch, old_logps=old_logps)
+            batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
         if self.reference is not None:
             batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch
@@ -224,39 +213,43 @@ class GRPOTrainer:
         dealt = [rows[(first <= rows) & (rows < first + num_rows)] - first for rows in dealt]
         parts = [micro_batches(batch, rows, self.args.per_device_train_batch_size) for rows in dealt]
         mask = batch.completion_mask.sum(1).cpu()
-        mine = [(len(part), int(mask[rows].sum()), len(rows)) for part, rows in zip(parts, dealt, strict=True)]
+        mine = [
+            (len(part), int(mask[rows].sum()), len(rows), *self.routing.window_counts(batch, rows))
+            for part, rows in zip(parts, dealt, strict=True)
+        ]
         everyone = gather_object([mine])
         made = []
         for number, part in enumerate(parts):
-            micro, tokens, sequences = zip(*(counts[number] for counts in everyone), strict=True)
+            micro, *counts = zip(*(counts[number] for counts in everyone), strict=True)
             padding = [torch.zeros(0, dtype=torch.long)] * (max(micro) - len(part))
-            made.append(Window(part + padding, sum(tokens), sum(sequences)))
+            made.append(Window(part + padding, *map(sum, counts)))
         return made
 
     def loss(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> torch.Tensor:
         """This micro-batch's share of the window's loss."""
-        replay = nullcontext() if batch.routes is None else self.routing.replay(batch.routes)
-        with self.accelerator.autocast(), replay:
-            scored = self._forward(self.model, batch, return_aux_loss=self.args.router_aux_loss_coef > 0)
-        result = grpo_loss_from_logps(
-            scored.logps,
-            batch.advantages,
-            batch.completion_mask,
-            self.args,
-            old_logps=batch.old_logps,
-            ref_logps=batch.ref_logps,
-            sampling_logps=batch.sampling_logps,
-            entropy=scored.entropy.detach(),
-            num_loss_tokens=window.num_loss_tokens,
-            num_sequences=window.num_sequences,
-        )
+
+        def loss_fn(hidden_states, lm_head_weight, **head):
+            return grpo_loss(
+                hidden_states,
+                lm_head_weight,
+                batch.completion_ids,
+                batch.completion_mask,
+                batch.advantages,
+                self.args,
+                old_logps=batch.old_logps,
+                ref_logps=batch.ref_logps,
+                sampling_logps=batch.sampling_logps,
+                num_loss_tokens=window.num_loss_tokens,
+                num_sequences=window.num_sequences,
+                return_entropy=True,
+                **head,
+            )
+
+        with self.accelerator.autocast(), self.routing.update(batch, window, metrics) as routed:
+            result = batch_loss(self.model, batch, loss_fn, padding_free=self.args.padding_free)
         metrics.add_stats(result.stats)
         metrics.add_sum("loss", result.loss.detach() / self.args.updates_per_rollout)
-        if scored.aux_loss is None:
-            return result.loss
-        share = batch.completion_mask.sum() / max(window.num_loss_tokens, 1)
-        metrics.add("aux_loss", scored.aux_loss)
-        return result.loss + self.args.router_aux_loss_coef * scored.aux_loss * share
+        return result.loss + self.args.router_aux_loss_coef * routed.aux_loss
 
     def optimizer_step(self, window: Window, metrics: Metrics) -> None:
         """Clips and applies the gradient; skips and counts a window without tokens or with a non-finite gradient."""
@@ -320,28 +313,16 @@ class GRPOTrainer:
     def _prepare(self, policy: PreTrainedModel) -> None:
         args = self.args
         disable_dropout(policy)
-        for name, idle in (("routing_replay", "none"), ("freeze_router", False)):
-            if getattr(args, name) != idle and not has_experts(policy):
-                raise ValueError(
-                    f"{name} must be {idle!r} for {type(policy).__name__}, which has no experts, got "
-                    f"{getattr(args, name)!r}; leave it out"
-                )
-        if args.freeze_router:
-            freeze_routers(policy)
-        replays = args.routing_replay != "none" or args.gradient_checkpointing  # whose recompute routes as its forward
-        self.routing = RoutingReplay(policy) if replays and has_experts(policy) else None
-        if args.gradient_checkpointing:  # renamed in transformers 5.24
-            enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
-            enable({"use_reentrant": False} if self.routing is None else self.routing.checkpointing_kwargs)
-        if args.router_aux_loss_coef and not getattr(policy, "returns_aux_loss", False):
-            raise ValueError(
-                f"router_aux_loss_coef must be 0 for {type(policy).__name__}, got {args.router_aux_loss_coef}; "
-                "its base model returns no load-balancing loss"
-            )
         self.reference = reference_model(policy).to(self.accelerator.device) if args.beta else None
         self.policy = add_token_logps(policy).to(self.accelerator.device)
         check_head(self.policy)
         check_sinks(self.policy)
+        if args.padding_free:
+            check_padding_free(self.policy)
+        self.routing = PolicyRouting(self.policy, args)
+        if args.gradient_checkpointing:  # renamed in transformers 5.24
+            enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
+            enable(self.routing.checkpointing_kwargs)
         trainable = [p for p in policy.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("model must have parameters that require gradients, got none; unfreeze some")
@@ -392,18 +373,15 @@ class GRPOTrainer:
     def _draw_seed(self) -> int:
         return self.args.seed * 1_000_003 + self.state.step
 
-    def _forward(self, model, batch: RolloutBatch, *, return_aux_loss: bool = False):
-        options = {"temperature": self.args.temperature, "return_entropy": True, "return_aux_loss": return_aux_loss}
-        return batch_logps(model, batch, **options)
-
     @torch.no_grad()
-    def _logps(self, model, batch: RolloutBatch) -> torch.Tensor:
-        """Log-probabilities [B, T] of the batch under the model, in micro-batches."""
+    def _logps(self, model, batch: RolloutBatch, around=lambda part: nullcontext()) -> torch.Tensor:
+        """Log-probabilities [B, T] of the batch under the model, in micro-batches, each run inside ``around(it)``."""
         logps = torch.zeros_like(batch.sampling_logps)
+        options = {"temperature": self.args.temperature, "padding_free": self.args.padding_free}
         for rows in self._every_row(batch):
             part = select(batch, rows)
-            with self.accelerator.autocast():
-                scored = self._forward(model, part)
+            with self.accelerator.autocast(), around(part):
+                scored = batch_logps(model, part, **options)
             logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
         return logps
 
@@ -418,6 +396,7 @@ class GRPOTrainer:
         means = rollout_metrics(rollout.generated, self.rewards.names, self.args.pass_threshold)
         for name, (value, weight) in means.items():
             metrics.add(name, value, weight)
+        self.routing.finish(metrics)
         metrics.add("sampling/rounds", rollout.rounds)
         metrics.add_sum("sampling/groups_kept", len(rollout.kept))
         metrics.add_sum("sampling/groups_generated", len(rollout.generated))
@@ -453,3 +432,7 @@ class Window:
     """Row numbers; an empty one stands for a masked row."""
     num_loss_tokens: int
     num_sequences: int
+    expert_load: torch.Tensor | int = 0
+    """[L, E] tokens of each expert by the policy before the updates, for the load-balancing loss."""
+    num_routed_tokens: int = 0
+    """Tokens that the load was counted over."""

@@ -17,7 +17,7 @@ class RolloutEngine(Protocol):
     """Draws completions from the policy. Every engine passes tests/rollout/contract.py."""
 
     def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
-        """Completions [P][G] in the order of the prompts."""
+        """Completions [P][G] in the order of the prompts, with routes when ``sampling.return_routes``."""
         ...
 
     def sync_weights(self, model: torch.nn.Module) -> None:

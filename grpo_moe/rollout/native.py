@@ -7,11 +7,13 @@ from dataclasses import replace
 
 import torch
 
+from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM, RingCache
 from grpo_moe.ops import head_logits
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, uniforms
+from .routes import recording, routing_hooks, sequence_routes
 from .sampling import draw, sampling_logps
 
 
@@ -45,16 +47,17 @@ class NativeEngine:
         per_turn = max(1, self.max_rows // sampling.num_generations)
         completions = []
         keys = sequence_keys(prompts, sampling).view(-1, sampling.num_generations)
-        with rollout_mode(self.model):
+        with rollout_mode(self.model), routing_hooks(self.model, sampling) as routing:
             for first in range(0, len(prompts), per_turn):
                 turn = slice(first, first + per_turn)
-                completions += self._generate_turn(prompts[turn], keys[turn].reshape(-1), sampling)
+                with recording(routing) as forwards:
+                    completions += self._generate_turn(prompts[turn], keys[turn].reshape(-1), sampling, forwards)
         return completions
 
     def sync_weights(self, model: torch.nn.Module) -> None:
         """Nothing to do: the parameters are shared, and no cache outlives a call."""
 
-    def _generate_turn(self, prompts, keys, sampling):
+    def _generate_turn(self, prompts, keys, sampling, forwards):
         group, device = sampling.num_generations, self.model.device
         lengths = [len(p.input_ids) for p in prompts for _ in range(group)]
         room = [min(sampling.max_new_tokens, context_length(self.model) - length) for length in lengths]
@@ -73,9 +76,11 @@ class NativeEngine:
             if (kept := state.compact()) is not None:
                 cache.select(kept)
                 tokens = tokens[kept]
+            state.decoded.append(state.rows)
             hidden = self.model.model(input_ids=tokens[:, None], cache=cache).last_hidden_state[:, -1]
             cache.commit()
-        return self._completions(state, group)
+        routes = _routes(forwards, rows, lengths, state) if forwards else [None] * len(rows)
+        return self._completions(state, group, routes)
 
     def _prefill(self, prompts, max_new_tokens):
         """The cache after the prompts, and the hidden state [P, H] that predicts each one's next token."""
@@ -95,10 +100,10 @@ class NativeEngine:
         cache.commit()
         return cache, hidden[torch.arange(len(prompts), device=device), lengths - 1]
 
-    def _completions(self, state, group):
+    def _completions(self, state, group, routes):
         tokens, logps, counts, stopped = (x.tolist() for x in (state.tokens, state.logps, state.counts, state.stopped))
         made = [
-            Completion(tuple(tokens[i][:n]), tuple(logps[i][:n]), "stop" if stopped[i] else "length")
+            Completion(tuple(tokens[i][:n]), tuple(logps[i][:n]), "stop" if stopped[i] else "length", routes=routes[i])
             for i, n in enumerate(counts)
         ]
         return [with_text(made[i : i + group], self.tokenizer) for i in range(0, len(made), group)]
@@ -116,6 +121,7 @@ class _Rows:
         self.stopped = torch.zeros_like(self.room, dtype=torch.bool)
         self.rows = torch.arange(len(room), device=device)  # of the sequences in the running batch
         self.finished = self.stopped.clone()  # of the running batch
+        self.decoded: list[torch.Tensor] = []  # the sequences in each forward after the prefill
 
     def append(self, step, tokens, logps, is_stop):
         """Adds one token to every running sequence that has not finished."""
@@ -133,6 +139,22 @@ class _Rows:
         kept = (~self.finished).nonzero()[:, 0]
         self.rows, self.finished = self.rows[kept], self.finished[kept]
         return kept
+
+
+def _routes(forwards: list[RoutingRecord], rows: torch.Tensor, lengths: list[int], state: _Rows) -> list[RoutingRecord]:
+    """Routes of each sequence, from the records of the prefill [P, T, L, K] and of each forward of one token a row.
+
+    Args:
+        rows: prompt of each sequence.
+        lengths: tokens of its prompt.
+    """
+    prefill, *steps = (record.to("cpu") for record in forwards)
+    joined = prefill.rows(rows.cpu()).resize(prefill.indices.shape[1] + len(steps))
+    starts = torch.tensor(lengths)
+    for step, (record, decoded) in enumerate(zip(steps, state.decoded, strict=True)):
+        places = decoded.cpu()
+        joined.indices[places, starts[places] + step] = record.indices[:, 0]
+    return [sequence_routes(joined, i, n) for i, n in enumerate((starts + state.counts.cpu()).tolist())]
 
 
 def with_text(completions: list[Completion], tokenizer) -> list[Completion]:

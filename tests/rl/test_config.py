@@ -34,8 +34,8 @@ from grpo_moe.rl import GRPOConfig, parse_args
         ({"adam_beta1": 2.0}, "adam_beta1 must be in \\[0, 1\\)"),
         ({"seed": 2**64}, "seed must be below"),
         ({"dynamic_sampling_oversampling": 10.0}, "dynamic_sampling_oversampling must be in 1..4"),
-        ({"routing_replay": "R9"}, "routing_replay must be one of none, R2, got 'R9'"),
-        ({"routing_replay": "R2"}, "routing_replay must be none with one update a rollout"),
+        ({"routing_replay": "R9"}, "routing_replay must be one of none, R2, R3, got 'R9'"),
+        ({"routing_replay": "R2"}, "routing_replay must be none or R3 with one update a rollout"),
     ],
 )
 def test_wrong_options_are_named(options, message):

@@ -277,6 +277,16 @@ def test_gradient_checkpointing_changes_nothing(tmp_path):
     assert all(torch.allclose(results[0][n], results[1][n], rtol=1e-4, atol=1e-6) for n in results[0])
 
 
+def qwen3_moe(**changes):
+    values = dict(
+        vocab_size=30, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=8,
+        eos_token_id=2, pad_token_id=0, max_position_embeddings=64, norm_topk_prob=True,
+    )  # fmt: skip
+    options = {name: changes.pop(name) for name in ("experts_implementation",) if name in changes}
+    return AutoModelForCausalLM.from_config(Qwen3MoeConfig(**{**values, **changes}), **options)
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_r2_routes_every_update_as_before_the_first(checkpointing, tmp_path, monkeypatch):
     run = trainer(
@@ -290,12 +300,11 @@ def test_r2_routes_every_update_as_before_the_first(checkpointing, tmp_path, mon
     used, natural, loss = [], [], run.loss
 
     def watched(batch, *rest):
-        with run.routing.record() as records:
+        replay = run.routing.replay
+        with replay.record() as taken, replay.record(natural=True) as own:
             made = loss(batch, *rest)
-        used.append(torch.equal(records[0].indices, batch.routes.indices))
-        with run.routing.record() as records, torch.no_grad():
-            run._forward(run.model, batch)
-        natural.append(torch.equal(records[0].indices, batch.routes.indices))
+        used.append(torch.equal(taken[0].indices, batch.routes.indices))
+        natural.append(torch.equal(own[0].indices, batch.routes.indices))
         return made
 
     monkeypatch.setattr(run, "loss", watched)
@@ -304,6 +313,7 @@ def test_r2_routes_every_update_as_before_the_first(checkpointing, tmp_path, mon
     assert natural[0] and not all(natural)  # the policy would have gone elsewhere after its updates
     line = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert line["routing/max_violation"] > 0 and line["routing/dead_experts"] >= 0
+    assert 0 < line["routing/flip_rate"] <= line["routing/flipped_tokens"] <= 1
 
 
 def test_replay_without_experts_is_refused(tmp_path):
@@ -320,7 +330,7 @@ def test_replay_without_experts_is_refused(tmp_path):
             max_position_embeddings=64,
         )
     )
-    for name, value in (("routing_replay", "R2"), ("freeze_router", True)):
+    for name, value in (("routing_replay", "R3"), ("freeze_router", True), ("router_aux_loss_coef", 0.1)):
         with pytest.raises(ValueError, match=f"{name} must be .* for LlamaForCausalLM, which has no experts"):
             trainer(tmp_path, model, **{name: value})
 
@@ -433,14 +443,63 @@ def test_bf16_rollouts_agree_with_training(tmp_path):
     assert metrics["sampling_logp_difference_max"] < 1e-4
 
 
-def test_an_aux_loss_needs_a_model_that_has_one(tmp_path):
-    trainer(tmp_path, router_aux_loss_coef=0.1, max_steps=2).train()
-    assert read_metrics(tmp_path / "metrics.jsonl")[0]["aux_loss"] > 0
-    qwen = AutoModelForCausalLM.from_config(
-        Qwen3MoeConfig(vocab_size=30, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, num_experts=2)
-    )
-    with pytest.raises(ValueError, match="router_aux_loss_coef must be 0 for Qwen3Moe"):
-        trainer(tmp_path, qwen, router_aux_loss_coef=0.1)
+def gradients_of_one_update(path, model, **changes):
+    """Every gradient of the first update with nothing but the load-balancing loss, and its value."""
+    run = trainer(
+        path, model, reward=lambda completions, **_: [float(len(c) % 3) for c in completions],
+        router_aux_loss_coef=0.5, learning_rate=0.0, max_grad_norm=0.0, epsilon=0.0, beta=0.0, **changes
+    )  # fmt: skip
+    kept = {}
+
+    def keep(window, metrics):
+        kept.update({name: p.grad.clone() for name, p in run.policy.named_parameters() if p.grad is not None})
+        return step(window, metrics)
+
+    step, run.optimizer_step = run.optimizer_step, keep
+    return run.step()["aux_loss"], kept, run
+
+
+@pytest.mark.parametrize("family", ["gptoss_lite", "qwen3_moe"])
+def test_aux_loss_is_that_of_the_window_for_any_split_and_checkpointing(family, tmp_path):
+    made = {}
+    for name, changes in {
+        "whole": {"per_device_train_batch_size": 8, "steps_per_generation": 1},
+        "split": {"per_device_train_batch_size": 2, "steps_per_generation": 4, "gradient_accumulation_steps": 4},
+        "checkpointed": {
+            "per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+            "gradient_checkpointing": True,
+        },
+        "packed": {
+            "per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2,
+            "padding_free": True,
+        },
+    }.items():  # fmt: skip
+        torch.manual_seed(0)
+        model = (tiny_model() if family == "gptoss_lite" else qwen3_moe(experts_implementation="grpo_moe")).double()
+        made[name] = gradients_of_one_update(tmp_path / name, model, **changes)
+    value, expected, run = made.pop("whole")
+    router = next(name for name in expected if ".gate.weight" in name or "router" in name)
+    assert expected[router].abs().sum() > 0 and run.policy.config.num_experts_per_tok * 0.99 <= value
+    for name, (other, gradients, _) in made.items():
+        assert other == pytest.approx(value, rel=1e-6), name
+        for parameter, gradient in gradients.items():
+            torch.testing.assert_close(gradient, expected[parameter], rtol=1e-6, atol=1e-9, msg=f"{name} {parameter}")
+
+
+def test_aux_loss_equals_that_of_transformers(tmp_path):
+    """With one layer, where pooling the layers makes no difference."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    model = qwen3_moe(num_hidden_layers=1)
+    seen = {}
+    run = trainer(tmp_path, model, router_aux_loss_coef=0.5, learning_rate=0.0, per_device_train_batch_size=8,
+                  steps_per_generation=1)  # fmt: skip
+    scored = run.add_reference_logps
+    run.add_reference_logps = lambda batch: seen.setdefault("batch", scored(batch))
+    value, batch = run.step()["aux_loss"], seen["batch"]
+    logits = run.policy(batch.input_ids, attention_mask=batch.attention_mask, output_router_logits=True).router_logits
+    expected = load_balancing_loss_func(logits, model.config.num_experts, 2, batch.attention_mask.long())
+    assert value == pytest.approx(float(expected), rel=1e-5)
 
 
 def test_the_tiny_config_is_valid():

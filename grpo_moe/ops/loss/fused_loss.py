@@ -37,6 +37,7 @@ def grpo_loss(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
+    return_entropy: bool = False,
     schedule: str = "auto",
     chunk_size: int | None = None,
 ) -> LossOutput:
@@ -69,6 +70,7 @@ def grpo_loss(
         num_loss_tokens: the same. None: the tokens of this call whose given log-probabilities are finite; one whose own
             log-probability is not (its hidden states were NaN) still counts, here and in its row's mean.
         bias, logit_scale, softcap: of the head, as in `token_logps`.
+        return_entropy: also `stats["entropy"]`, the mean over the tokens that may carry gradient.
         schedule: "auto", "one-pass", "sequence-linear" or "two-pass".
         chunk_size: rows a chunk, as in `token_logps`.
 
@@ -97,7 +99,9 @@ def grpo_loss(
     counts = {"num_loss_tokens": num_loss_tokens, "num_sequences": len(ids) if num_sequences is None else num_sequences}
     objective = _Objective(config, advantages, taking_part, given, counts)
     options = HeadOptions(config.temperature, logit_scale, softcap)
-    sweep = _Sweep(objective, ids, options, schedule, chunk_size, head_dtypes(hidden_states, lm_head_weight))
+    with_entropy = return_entropy or config.top_entropy_quantile != 1
+    dtypes = head_dtypes(hidden_states, lm_head_weight)
+    sweep = _Sweep(objective, ids, options, schedule, chunk_size, dtypes, with_entropy)
     if not torch.is_grad_enabled():  # needs_input_grad does not look at it
         hidden_states, lm_head_weight, bias = (
             None if x is None else x.detach() for x in (hidden_states, lm_head_weight, bias)
@@ -144,6 +148,7 @@ class _Sweep:
     schedule: str
     chunk_size: int | None
     dtypes: tuple[torch.dtype, torch.dtype]
+    with_entropy: bool
     logps: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     output: LossOutput | None = None
@@ -192,10 +197,9 @@ class _Run:
         self.head, self.hidden_states, self.grads, self.sweep = head, hidden_states, grads, sweep
         self.cells, self.lengths, self.ends = cells, lengths, list(itertools.accumulate(lengths))
         self.objective, self.ids = sweep.objective, sweep.ids.flatten()
-        self.with_entropy = self.objective.config.top_entropy_quantile != 1
         shape = sweep.ids.shape
         sweep.logps = hidden_states.new_zeros(shape, dtype=head.dtype)
-        sweep.entropy = torch.zeros_like(sweep.logps) if self.with_entropy else None
+        sweep.entropy = torch.zeros_like(sweep.logps) if sweep.with_entropy else None
 
     def all_chunks(self, with_gradient: bool) -> None:
         chunk_size, lengths = self.head.chunk_size, self.lengths
@@ -269,9 +273,9 @@ class _Run:
         return self.objective.mask.flatten()[cells] & apart.isfinite() & (apart <= bound)
 
     def _forward(self, cells: torch.Tensor):
-        chunk = self.head.forward(self.hidden_states[cells], self.ids[cells], with_entropy=self.with_entropy)
+        chunk = self.head.forward(self.hidden_states[cells], self.ids[cells], with_entropy=self.sweep.with_entropy)
         self.sweep.logps.view(-1)[cells] = chunk.logps
-        if self.with_entropy:
+        if self.sweep.with_entropy:
             self.sweep.entropy.view(-1)[cells] = chunk.entropy
         return chunk
 
