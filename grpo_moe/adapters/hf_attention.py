@@ -35,8 +35,7 @@ def sink_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: FlexAttention under a block mask on a GPU, PyTorch's SDPA otherwise.
 
-    SDPA also takes block masks that FlexAttention has no kernel for: float64, dropout, fewer than 128 queries, D below 16.
-    Both give the gradients of the sinks.
+    SDPA also takes block masks where FlexAttention has no kernel: float64, dropout, fewer than 128 queries, D below 16.
 
     Args:
         module: the attention module, unused.
@@ -86,7 +85,7 @@ def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) 
     if torch.device(device).type == "cuda" and q_length >= MIN_QUERIES:
         with room_for_graphs():  # building the mask is compiled too, for each kind of mask
             return flex_attention_mask(q_length=q_length, device=device, **kwargs)
-    # None instead of a mask would mean the first query at the first key for a static cache, the last at the last for others
+    # else None may come instead: a static cache means by it the first query at the first key, others the last at the last
     return sdpa_mask(q_length=q_length, device=device, **{**kwargs, "allow_is_causal_skip": False})
 
 

@@ -42,14 +42,14 @@ def add_token_logps(model):
     Raises:
         ValueError: no linear head, or LoRA on it, whose delta the head's weight does not hold.
     """
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "_has_token_logps", False):
         return model
     head = base.get_output_embeddings()
     if hasattr(head, "lora_A"):
         raise ValueError(
-            f"the head of {type(base).__name__} must carry no LoRA, got {type(head).__name__}: the fused head reads its "
-            'weight alone; take it out of target_modules, or train it whole with modules_to_save=["lm_head"]'
+            f"the head of {type(base).__name__} must carry no LoRA, got {type(head).__name__}: the fused head reads "
+            'its weight alone; take it out of target_modules, or train it whole with modules_to_save=["lm_head"]'
         )
     if head is None or not hasattr(head, "weight"):
         raise ValueError(f"the head of {type(base).__name__} must be a linear layer, got {type(head).__name__}")
@@ -120,8 +120,8 @@ def completion_loss(
 
     Args:
         model, input_ids, attention_mask, prompt_lengths, padding_free: as in :func:`completion_logps`.
-        loss_fn: ``f(hidden_states [B, T, H], lm_head_weight [V, H], *, bias [V] or None, logit_scale, softcap)``, called
-            in the model's forward; column t predicts completion token t, and is anything where the row has none.
+        loss_fn: ``f(hidden_states [B, T, H], lm_head_weight [V, H], *, bias [V] or None, logit_scale, softcap)``,
+            called in the model's forward; column t predicts completion token t, and is anything where there is none.
         completion_length: T.
     """
 

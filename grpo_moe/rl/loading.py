@@ -8,27 +8,77 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    Mxfp4Config,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
+from grpo_moe.adapters.hf_attention import SINK_ATTENTION
 from grpo_moe.adapters.hf_head import add_token_logps
 
 
-def load_policy(model: str | PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-    """The model itself, or the causal LM at a local path or hub id, in fp32 unless ``dtype`` says otherwise.
+def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
+    """The causal LM to train, and PEFT's wrapper of it if it has adapters, else None.
+
+    A model that is given stays as it is. One at a local path or hub id comes in fp32 unless ``dtype`` says otherwise,
+    MXFP4 dequantised, its experts on our kernels and GPT-OSS with sinks in its attention.
+
+    Args:
+        model: a transformers causal LM, PEFT's wrapper of one, or a path or hub id.
+        peft_config: adapters to add, as peft.LoraConfig, or None.
+        kwargs: for ``from_pretrained``.
 
     Raises:
-        ValueError: nothing is found there.
+        ValueError: nothing is found there, its weights are quantised, or peft_config comes with adapters already.
     """
-    if isinstance(model, PreTrainedModel):
-        return model
-    if not isinstance(model, str | os.PathLike) or not str(model):
+    if isinstance(model, str | os.PathLike) and str(model):
+        policy, adapters = _load(model, **kwargs), None
+    elif hasattr(model, "get_base_model"):
+        policy, adapters = model.get_base_model(), model
+    elif isinstance(model, PreTrainedModel):
+        policy, adapters = model, None
+    else:
         raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}")
-    return _from_pretrained(AutoModelForCausalLM, model, "model_name_or_path", dtype=torch.float32, **kwargs)
+    integers = [name for name, p in policy.named_parameters() if not p.is_floating_point()]
+    if integers:
+        raise ValueError(
+            f"parameters of {type(policy).__name__} must be floating-point numbers to train, got integers in "
+            f"{integers[0]} and {len(integers) - 1} others; load it with quantization_config=Mxfp4Config("
+            "dequantize=True), or pass its path"
+        )
+    if peft_config is not None:
+        if adapters is not None:
+            raise ValueError("peft_config must be None for a model with adapters, got both; merge them first")
+        from peft import get_peft_model  # an optional dependency
+
+        adapters = get_peft_model(policy, peft_config)
+    return policy, adapters
 
 
-def load_tokenizer(
-    processing_class: str | PreTrainedTokenizerBase | None, model: str | PreTrainedModel
-) -> PreTrainedTokenizerBase:
+def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
+    config = _from_pretrained(AutoConfig, path, "model_name_or_path")
+    quantization = getattr(config, "quantization_config", None) or {}
+    mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
+    if mxfp4:
+        kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
+    if config.model_type == "gpt_oss":
+        kwargs.setdefault("attn_implementation", SINK_ATTENTION)
+    kwargs.setdefault("dtype", torch.float32)
+    policy = _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", **kwargs)
+    if mxfp4 and kwargs["dtype"] != "auto":  # transformers 5.17 leaves the experts in bf16
+        policy.to(kwargs["dtype"])
+    experts = [m for m in policy.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
+    refused = any(getattr(m, "has_post_expert_norm", False) for m in experts)
+    if experts and not refused and not hasattr(config, "moe_dispatch"):  # GPT-OSS-Lite says it in its config
+        policy.set_experts_implementation("grpo_moe")
+    return policy
+
+
+def load_tokenizer(processing_class: str | PreTrainedTokenizerBase | None, model: Any) -> PreTrainedTokenizerBase:
     """The tokenizer given, or the one that stands with the model.
 
     Raises:
@@ -38,7 +88,7 @@ def load_tokenizer(
         return processing_class
     if processing_class is not None and not isinstance(processing_class, str):
         raise ValueError(f"processing_class must be a tokenizer, a folder or a hub id, got {processing_class!r}")
-    path = processing_class or (model.config._name_or_path if isinstance(model, PreTrainedModel) else model)
+    path = processing_class or (model.config._name_or_path if hasattr(model, "config") else model)
     if not path:
         raise ValueError("processing_class must be given with a model that was not loaded from a path, got None")
     return _from_pretrained(AutoTokenizer, path, "processing_class")

@@ -15,6 +15,7 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
+from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
 from grpo_moe.data import PromptSource
@@ -60,12 +61,13 @@ class GRPOTrainer:
     """Fine-tunes a causal language model by group-relative policy optimisation.
 
     Args:
-        model: a transformers causal LM, or its path or hub id.
+        model: a transformers causal LM, PEFT's wrapper of one, or its path or hub id.
         reward_funcs: one or several ``f(prompts, completions, **columns) -> list[float | None]``.
         args: the options.
         train_dataset: rows with a ``prompt`` (text or chat messages); other columns go to the reward functions.
         eval_dataset: the same for evaluation, or None.
         processing_class: the tokenizer; by default the one that stands with the model.
+        peft_config: adapters to train instead of the model, as peft.LoraConfig; the reference is the model without.
         reward_weights: one number a reward function; all 1 by default.
         rollout_engine: generates completions; by default NativeEngine for GPT-OSS-Lite, else HFEngine.
 
@@ -82,16 +84,18 @@ class GRPOTrainer:
         eval_dataset: Sequence[dict] | None = None,
         processing_class: str | PreTrainedTokenizerBase | None = None,
         *,
+        peft_config: Any = None,
         reward_weights: Sequence[float] | None = None,
         rollout_engine: RolloutEngine | None = None,
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self._earlier_seconds: dict[str, float] = {}
+        self._adapters_reached = False
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
         self.rewards = RewardCaller(reward_funcs, reward_weights)
-        policy = load_policy(model)
+        policy, self.adapters = load_policy(model, peft_config)
         self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
         room = context_length(policy) - args.max_completion_length
@@ -195,8 +199,9 @@ class GRPOTrainer:
             if self.args.updates_per_rollout > 1:
                 batch = replace(batch, old_logps=old_logps)
             batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
-        if self.reference is not None:
-            batch = replace(batch, ref_logps=self._logps(self.reference, batch))
+        if self.args.beta:
+            with nullcontext() if self.adapters is None else self.adapters.disable_adapter():
+                batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch
 
     def minibatches(self, batch: RolloutBatch, num_rows: int) -> list[Window]:
@@ -257,6 +262,7 @@ class GRPOTrainer:
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
         if window.num_loss_tokens and math.isfinite(float(norm)):
+            self._check_adapters(float(norm))
             self.optimizer.step()
             self.scheduler.step()
             self.state.skipped_in_a_row = 0
@@ -282,10 +288,13 @@ class GRPOTrainer:
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
-        """Writes weights (safetensors), config and tokenizer; the folder loads with plain from_pretrained."""
+        """Writes weights (safetensors), config and tokenizer; the folder loads with plain from_pretrained.
+
+        Of a model with adapters only these are written, in PEFT's format.
+        """
         path = Path(output_dir or Path(self.args.output_dir) / "model")
         if self.accelerator.is_main_process:
-            self.policy.save_pretrained(path, safe_serialization=True)
+            (self.adapters or self.policy).save_pretrained(path, safe_serialization=True)
             self.tokenizer.save_pretrained(path)
         self.accelerator.wait_for_everyone()
 
@@ -308,13 +317,15 @@ class GRPOTrainer:
             num_generations=self.args.num_generations,
             temperature=self.args.temperature,
             seed=self._draw_seed(),
+            return_routes=self.args.routing_replay == "R3",
         )
 
     def _prepare(self, policy: PreTrainedModel) -> None:
         args = self.args
         disable_dropout(policy)
-        self.reference = reference_model(policy).to(self.accelerator.device) if args.beta else None
         self.policy = add_token_logps(policy).to(self.accelerator.device)
+        if args.beta:  # adapters are switched off for it
+            self.reference = reference_model(policy) if self.adapters is None else self.policy
         check_head(self.policy)
         check_sinks(self.policy)
         if args.padding_free:
@@ -323,6 +334,8 @@ class GRPOTrainer:
         if args.gradient_checkpointing:  # renamed in transformers 5.24
             enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
             enable(self.routing.checkpointing_kwargs)
+        if self.adapters is not None and self.accelerator.is_main_process:
+            print(coverage_table(coverage(policy)))
         trainable = [p for p in policy.parameters() if p.requires_grad]
         if not trainable:
             raise ValueError("model must have parameters that require gradients, got none; unfreeze some")
@@ -343,6 +356,17 @@ class GRPOTrainer:
         prompts = [source[row] for row in range(min(2, len(source)))]
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         self.rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})
+
+    def _check_adapters(self, norm: float) -> None:
+        """Before the first update with a gradient: an adapter that it does not reach never learns."""
+        if self.adapters is None or self._adapters_reached or norm == 0:
+            return
+        if unreached := unreached_adapters(self.policy.named_parameters()):
+            raise ValueError(
+                f"adapters must all get a gradient, got none at {', '.join(unreached[:8])} ({len(unreached)} in all); "
+                "take them out of target_modules and target_parameters"
+            )
+        self._adapters_reached = True
 
     def _resume(self, name: str | bool | None) -> None:
         path = find_checkpoint(name, self.args.output_dir) if name else None

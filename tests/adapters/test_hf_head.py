@@ -2,11 +2,18 @@ import copy
 
 import pytest
 import torch
+from moe_families import FAMILIES, tiny_moe
 from tiny import tiny_model
-from torch import nn
 from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteMoeConfig, Qwen3MoeConfig
 
-from grpo_moe.adapters.hf_head import add_token_logps, check_head, completion_logps
+from grpo_moe.adapters.hf_head import (
+    add_token_logps,
+    check_head,
+    check_padding_free,
+    completion_logps,
+    completion_loss,
+)
+from grpo_moe.ops import LossConfig, grpo_loss, grpo_loss_from_logps
 
 SMALL = dict(
     vocab_size=64,
@@ -42,7 +49,7 @@ def batch(vocabulary=30):
 
 def with_completions(inputs):
     lengths = inputs["attention_mask"].sum(1) - inputs["prompt_lengths"]
-    ids = torch.zeros(3, int(lengths.max()), dtype=torch.long)
+    ids = torch.zeros(len(lengths), int(lengths.max()), dtype=torch.long)
     for row, (start, n) in enumerate(zip(inputs["prompt_lengths"].tolist(), lengths.tolist(), strict=True)):
         ids[row, :n] = inputs["input_ids"][row, start : start + n]
     return {**inputs, "completion_ids": ids, "completion_mask": torch.arange(ids.shape[1]) < lengths[:, None]}
@@ -113,15 +120,99 @@ def test_a_copy_of_a_prepared_model_is_a_copy():
     assert torch.equal(reference(ids).logits, expected)
 
 
-def test_adapters_are_refused():
+def test_adapters_count_and_lora_on_the_head_is_refused():
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match="got one with PEFT adapters"):
-        add_token_logps(model)
+    inputs = with_completions(batch())
+    wrapped = peft.get_peft_model(
+        model_of("qwen3_moe"),
+        peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["lm_head"], init_lora_weights=False),
+    )
+    check_head(add_token_logps(wrapped))
+    out = completion_logps(wrapped, **inputs)
+    out.logps.sum().backward()
+    saved = wrapped.get_base_model().lm_head.modules_to_save["default"]
+    assert saved.weight.grad.count_nonzero()
+    merged = completion_logps(add_token_logps(wrapped.merge_and_unload()), **inputs)
+    torch.testing.assert_close(out.logps, merged.logps)
+    with pytest.raises(ValueError, match="must carry no LoRA"):
+        add_token_logps(peft.get_peft_model(tiny_model(), peft.LoraConfig(target_modules=["lm_head"])))
 
 
-def test_lora_on_the_head_is_refused():
-    model = tiny_model()
-    model.lm_head.lora_A = nn.Linear(2, 2)
-    with pytest.raises(ValueError, match="must be a plain linear layer"):
-        add_token_logps(model)
+def test_rows_of_the_head_beyond_the_vocabulary_are_left_out():
+    model, inputs = add_token_logps(model_of("qwen3_moe")), with_completions(batch())
+    expected = completion_logps(model, **inputs)
+    expected.logps.sum().backward()
+    padded = copy.deepcopy(model)
+    padded.zero_grad()
+    padded.resize_token_embeddings(80)
+    with torch.no_grad():
+        padded.lm_head.weight[64:] = 50.0
+    padded.config.vocab_size = 64
+    check_head(padded)
+    out = completion_logps(padded, **inputs)
+    torch.testing.assert_close(out.logps, expected.logps)
+    out.logps.sum().backward()
+    torch.testing.assert_close(padded.lm_head.weight.grad[:64], model.lm_head.weight.grad)
+    assert padded.lm_head.weight.grad[64:].count_nonzero() == 0
+
+
+@pytest.mark.parametrize("family", ["gptoss_lite", *FAMILIES, "gpt_oss eager"])
+def test_rows_without_padding_give_the_same_or_are_refused(family):
+    """Log-probabilities and all gradients; models with linear attention cannot keep the sequences apart."""
+    name, _, attention = family.partition(" ")
+    own = {"attn_implementation": attention or "grpo_moe_sinks"} if name == "gpt_oss" else {}
+    model = add_token_logps(tiny_model() if name == "gptoss_lite" else tiny_moe(name, **own))
+    if "qwen3_next" in family or "qwen3_5" in family:
+        with pytest.raises(ValueError, match="padding_free must be False for Qwen3"):
+            check_padding_free(model)
+        return
+    check_padding_free(model)
+    torch.manual_seed(1)
+    lengths = torch.tensor([29, 1 + 3, 21, 2])  # GPT-OSS's window is 16
+    ids = torch.randint(3, 30, (4, 29))
+    inputs = with_completions(
+        {
+            "input_ids": ids,
+            "attention_mask": torch.arange(29) < lengths[:, None],
+            "prompt_lengths": torch.tensor([4, 3, 1, 1]),
+        }
+    )
+    weights, made = torch.randn(inputs["completion_ids"].shape), []
+    for padding_free in (False, True):
+        model.zero_grad()
+        out = completion_logps(model, **inputs, padding_free=padding_free)
+        (out.logps * weights).sum().backward()
+        made.append((out.logps.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    (padded, grads), (packed, packed_grads) = made
+    torch.testing.assert_close(packed, padded, rtol=1e-5, atol=1e-5)
+    for parameter, grad in grads.items():
+        error = (packed_grads[parameter] - grad).abs().max() / grad.abs().max().clamp(min=1e-3)
+        assert error < 1e-5, f"{parameter}: {error}"
+
+
+def test_a_loss_in_the_forward_equals_the_loss_on_its_log_probabilities():
+    model, inputs = add_token_logps(model_of("granite_moe")), with_completions(batch())
+    config, advantages = LossConfig(temperature=0.7), torch.tensor([1.0, -0.5, 0.3])
+    places = {name: inputs[name] for name in ("input_ids", "attention_mask", "prompt_lengths")}
+    given = (inputs["completion_ids"], inputs["completion_mask"], advantages, config)
+
+    def loss_fn(hidden_states, lm_head_weight, **head):
+        return grpo_loss(hidden_states, lm_head_weight, *given, return_entropy=True, **head)
+
+    made = []
+    for padding_free in (False, True):
+        model.zero_grad()
+        length = inputs["completion_ids"].shape[1]
+        out = completion_loss(model, loss_fn, **places, completion_length=length, padding_free=padding_free)
+        out.loss.backward()
+        made.append((out.loss, out.stats["entropy"], model.lm_head.weight.grad.clone()))
+    model.zero_grad()
+    scored = completion_logps(model, **inputs, temperature=0.7, return_entropy=True)
+    expected = grpo_loss_from_logps(
+        scored.logps, advantages, inputs["completion_mask"], config, entropy=scored.entropy.detach()
+    )
+    expected.loss.backward()
+    for loss, entropy, gradient in made:
+        torch.testing.assert_close(loss, expected.loss)
+        torch.testing.assert_close(entropy, expected.stats["entropy"])
+        torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)

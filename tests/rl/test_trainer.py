@@ -502,5 +502,67 @@ def test_aux_loss_equals_that_of_transformers(tmp_path):
     assert value == pytest.approx(float(expected), rel=1e-5)
 
 
+def lora(**changes):
+    peft = pytest.importorskip("peft")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, lora_dropout=0.0, **changes)
+
+
+def lora_trainer(path, model, **changes):
+    return GRPOTrainer(
+        model, share_of_letter, config(path, max_steps=4, **changes), prompt_rows(10), processing_class=tokenizer(),
+        peft_config=lora(),
+    )  # fmt: skip
+
+
+def test_adapters_train_and_nothing_else(tmp_path, capsys):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    model = qwen3_moe(experts_implementation="grpo_moe")
+    start = {name: p.clone() for name, p in model.named_parameters()}
+    run = lora_trainer(tmp_path, model, beta=0.1, gradient_accumulation_steps=2, gradient_checkpointing=True)
+    assert "LoRA" in capsys.readouterr().out
+    run.train()
+    moved = {n for n, p in run.policy.named_parameters() if ".lora_B" in n and p.count_nonzero()}
+    assert len(moved) == 6  # q_proj and two experts' matrices of two layers
+    for name, p in run.policy.named_parameters():
+        if ".lora_" not in name:
+            assert torch.equal(p, start[name.replace(".base_layer", "")]), name
+    metrics = read_metrics(tmp_path / "metrics.jsonl")
+    assert metrics[0]["kl"] < 1e-9 < 1e-6 < metrics[-1]["kl"]  # the reference is the model without adapters
+    base = qwen3_moe(experts_implementation="grpo_moe")
+    base.load_state_dict(start)
+    again, ids = peft.PeftModel.from_pretrained(base, tmp_path / "model"), torch.arange(9)[None]
+    torch.testing.assert_close(again(ids).logits, run.policy.eval()(ids).logits)
+
+
+def test_an_adapter_without_gradient_is_an_error_at_step_one(tmp_path):
+    run = lora_trainer(tmp_path, qwen3_moe())
+    next(p for n, p in run.policy.named_parameters() if "1.self_attn.q_proj.lora_B" in n).register_hook(
+        torch.zeros_like
+    )
+    with pytest.raises(ValueError, match="none at model.layers.1.self_attn.q_proj .1 in all."):
+        run.train()
+    assert run.state.step == 0
+
+
+def test_r3_routes_updates_as_the_rollout_did(tmp_path):
+    run = trainer(tmp_path, routing_replay="R3", max_steps=4, num_iterations=2, learning_rate=0.5)
+    used, loss = [], run.loss
+
+    def watched(batch, *rest):
+        with run.routing.replay.record() as taken:
+            made = loss(batch, *rest)
+        known = batch.routes.indices >= 0
+        used.append(bool(known.any()) and torch.equal(taken[0].indices[known], batch.routes.indices[known]))
+        return made
+
+    run.loss = watched
+    run.train()
+    lines = read_metrics(tmp_path / "metrics.jsonl")
+    assert used and all(used)
+    assert lines[0]["routing/flip_rate"] < lines[-1]["routing/flip_rate"] or lines[-1]["routing/flip_rate"] > 0
+
+
 def test_the_tiny_config_is_valid():
     assert tiny_config().num_experts == 4

@@ -59,7 +59,7 @@ def flex_sink_attention(
 
 
 def supports_flex(query: torch.Tensor) -> bool:
-    """Whether there are kernels, forward and backward, for the query [B, heads, T, D] of :func:`flex_sink_attention`."""
+    """Whether :func:`flex_sink_attention` has kernels, forward and backward, for a query [B, heads, T, D]."""
     _, _, queries, dim = query.shape
     return query.is_cuda and query.dtype != torch.float64 and queries >= MIN_QUERIES and dim >= 16
 
@@ -70,7 +70,7 @@ def dense_mask(block_mask: BlockMask) -> torch.Tensor:
 
 
 def room_for_graphs() -> AbstractContextManager:
-    """Within it Dynamo compiles up to 64 graphs of one function, before it refuses or leaves the function uncompiled."""
+    """Within it Dynamo compiles up to 64 graphs of a function before it refuses, or leaves it uncompiled."""
     if torch.compiler.is_compiling():
         return nullcontext()
     return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS)
