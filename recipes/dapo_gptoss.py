@@ -13,17 +13,14 @@ The default warms the policy up on random attempts, then RL finds the search: on
 Writes metrics.jsonl, summary.json, curves.png, completions/*.parquet and model/ into --output_dir.
 """
 
-import os
-import sys
 from dataclasses import dataclass, field
 
-import torch
-from accelerate import PartialState
+from running import run, train, use_all_cores
 from tasks import PRESETS, default_preset, make_task, warm_started_policy
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
 from grpo_moe.rl.checkpoint import check_run_folder
-from grpo_moe.rl.launch import runs_on_cpu, start_all_processes
+from grpo_moe.rl.launch import start_all_processes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +64,7 @@ def main() -> None:
     task = make_task(recipe.task, recipe.dataset_name, preset.countdown, args.seed)
 
     check_run_folder(args.output_dir, args.resume_from_checkpoint)
-    state = PartialState(cpu=runs_on_cpu(args.use_cpu))
-    if state.device.type == "cpu":  # accelerate launch would leave one thread
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // state.num_processes))
+    use_all_cores(args)
     model, tokenizer = recipe.model_name_or_path, None
     if own_policy:
         room = preset.model["max_position_embeddings"]
@@ -82,22 +77,8 @@ def main() -> None:
     trainer = GRPOTrainer(
         model, task.reward, args, task.train_dataset, eval_dataset=task.eval_dataset, processing_class=tokenizer
     )
-    summary = trainer.train()
-    if trainer.accelerator.is_main_process:
-        before, after = (summary.get(f"eval_{when}", {}) for when in ("before", "after"))
-        for name in ("pass_rate", "greedy_pass_rate") if before and after else ():
-            print(f"held-out {name}: {before[name]:.3f} -> {after[name]:.3f}")
-        print(f"model, curves, metrics and summary in {args.output_dir}")
+    train(trainer)
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ValueError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt as interrupt:
-        saved = f"{interrupt}\nadd --resume_from_checkpoint to go on"  # the trainer says what it saved
-        print(
-            f"interrupted: {saved if str(interrupt) else 'before the first update; nothing is saved'}", file=sys.stderr
-        )
-        sys.exit(130)
+    run(main)

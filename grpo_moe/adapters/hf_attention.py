@@ -85,7 +85,7 @@ def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) 
     if torch.device(device).type == "cuda" and q_length >= MIN_QUERIES:
         with room_for_graphs():  # building the mask is compiled too, for each kind of mask
             return flex_attention_mask(q_length=q_length, device=device, **kwargs)
-    # else None may come instead: a static cache means by it the first query at the first key, others the last at the last
+    # or None comes instead, which means the first query at the first key for a static cache, else the last at the last
     return sdpa_mask(q_length=q_length, device=device, **{**kwargs, "allow_is_causal_skip": False})
 
 

@@ -52,10 +52,11 @@ def flex_sink_attention(
     attend, rescale = flex_attention, _rescale  # two graphs for the same reason: the gradient of `out` is an input
     if query.is_cuda and not torch.compiler.is_compiling():
         attend, rescale = _compiled(attend), _compiled(rescale)
-    out, aux = attend(
-        query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
-    )
-    return out if sinks is None else rescale(out, aux.lse, sinks)
+    with room_for_graphs():
+        out, aux = attend(
+            query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
+        )
+        return out if sinks is None else rescale(out, aux.lse, sinks)
 
 
 def supports_flex(query: torch.Tensor) -> bool:
@@ -80,14 +81,7 @@ def room_for_graphs() -> AbstractContextManager:
 def _compiled(function: Callable) -> Callable:
     # dynamic=None: batches of one length keep kernels without bounds checks; the second length compiles once more, for
     # all lengths. fullgraph: at the limit an error, rather than uncompiled FlexAttention, which makes all the scores.
-    graph = torch.compile(function, fullgraph=True)
-
-    @functools.wraps(function)
-    def call(*args, **kwargs):
-        with room_for_graphs():
-            return graph(*args, **kwargs)
-
-    return call
+    return torch.compile(function, fullgraph=True)
 
 
 def _rescale(out: torch.Tensor, lse: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
