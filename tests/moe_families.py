@@ -95,15 +95,23 @@ FAMILIES = {
 """Name of the configuration class and what it takes besides SMALL."""
 
 
-def tiny_moe(family: str, **options):
-    """A model whose experts matter: weights are large enough that leaving them out moves the logits."""
+def tiny_moe(family: str, *, changes: dict | None = None, **options):
+    """A model whose experts matter: weights are large enough that leaving them out moves the logits.
+
+    Args:
+        changes: to its configuration.
+        options: of ``from_config``.
+    """
     torch.manual_seed(0)
     name, own = FAMILIES[family]
-    model = AutoModelForCausalLM.from_config(getattr(transformers, name)(**{**SMALL, **own}), **options)
+    config = getattr(transformers, name)(**{**SMALL, **own, **(changes or {})})
+    model = AutoModelForCausalLM.from_config(config, **options)
     with torch.no_grad():
         for parameter_name, p in model.named_parameters():
             if "bias" in parameter_name or "sinks" in parameter_name:
                 p.normal_(0, 0.3)
             elif p.dim() >= 2:
                 p.mul_(5)
+                if not p.any():  # Ernie's router before transformers 5.24
+                    p.normal_(0, 0.1)
     return model.float()

@@ -1,10 +1,17 @@
+import copy
+from collections import defaultdict
+from contextlib import nullcontext
+
 import pytest
 import torch
 from moe_families import FAMILIES, tiny_moe
+from safetensors import safe_open
 from torch.nn import functional as F
+from transformers import AutoModelForCausalLM
 
 import grpo_moe  # noqa: F401  registers the experts
 from grpo_moe.adapters.hf_experts import activation_of
+from grpo_moe.adapters.routing import RoutingReplay
 from grpo_moe.ops import moe
 
 IDS = torch.arange(24).reshape(2, 12) % 61 + 3
@@ -99,16 +106,72 @@ def test_a_norm_after_the_experts_is_refused_by_name():
         model(IDS)
 
 
-def test_trained_experts_load_in_transformers_alone(tmp_path):
-    from transformers import AutoModelForCausalLM
+PUBLISHED_NAMES = {
+    "qwen3_moe": "model.layers.1.mlp.experts.11.down_proj.weight",
+    "olmoe": "model.layers.1.mlp.experts.11.up_proj.weight",
+    "mixtral": "model.layers.1.block_sparse_moe.experts.11.w1.weight",
+    "deepseek_v3": "model.layers.1.mlp.experts.11.gate_proj.weight",
+    "glm4_moe": "model.layers.1.mlp.experts.11.gate_proj.weight",
+    "gpt_oss": "model.layers.1.mlp.experts.gate_up_proj",
+}
 
-    model = tiny_moe("qwen3_moe", experts_implementation="grpo_moe").eval()
+
+@pytest.mark.parametrize("family", PUBLISHED_NAMES)
+@pytest.mark.parametrize("tied", [False, True])
+def test_trained_experts_load_in_transformers_alone(family, tied, tmp_path):
+    """With 12 experts, so that their numbers do not sort as text; a tied head stays tied."""
+    count = next(n for n in ("num_experts", "n_routed_experts", "num_local_experts") if n in FAMILIES[family][1])
+    model = tiny_moe(family, changes={count: 12, "tie_word_embeddings": tied}).eval()
+    model.set_experts_implementation("grpo_moe")
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     model(IDS, labels=IDS).loss.backward()
     optimizer.step()
     model.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert PUBLISHED_NAMES[family] in names and ("lm_head.weight" in names) != tied
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
+    assert (plain.lm_head.weight is plain.get_input_embeddings().weight) == tied
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bf16_error_is_at_most_half_more_than_that_of_eager(family):
+    """Of logits and gradients against float64, all on the routes of float64; the mean square over eight batches.
+
+    One rounding is allowed besides. Fewer than 64 numbers, as a router's bias, are luck: they count with all others.
+    """
+    attention = {"attn_implementation": "eager"} if family == "gpt_oss" else {}
+    model = tiny_moe(family, **attention).to("cuda", torch.bfloat16)
+    squares = defaultdict(lambda: {"eager": 0.0, "grpo_moe": 0.0})
+
+    def made(model, ids, implementation, routes):
+        model.set_experts_implementation(implementation)
+        model.zero_grad()
+        with RoutingReplay(model) as replay:
+            with replay.record() as records, nullcontext() if routes is None else replay.replay(routes):
+                logits = model(ids, use_cache=False).logits
+            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+        grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        return {"logits": logits.detach()} | grads, records[0]
+
+    for _ in range(8):
+        ids = torch.randint(3, 60, (4, 64), device="cuda")
+        truth, routes = made(copy.deepcopy(model).double(), ids, "eager", None)
+        for implementation in ("eager", "grpo_moe"):
+            found, _ = made(model, ids, implementation, routes)
+            assert found.keys() == truth.keys()
+            for name, x in found.items():
+                error = (x.double() - truth[name]).norm() / truth[name].norm().clamp(min=1e-12)
+                squares[name][implementation] += float(error**2) / 8
+    for name, square in squares.items():
+        ours, eager = square["grpo_moe"] ** 0.5, square["eager"] ** 0.5
+        lucky = truth[name].numel() < 64
+        assert lucky or ours <= 1.5 * eager + 2**-8, f"{name}: {ours:.2e}, eager {eager:.2e}"
+    ours, eager = (sum(square[i] for square in squares.values()) ** 0.5 for i in ("grpo_moe", "eager"))
+    print(f"all together: {ours:.3e}, eager {eager:.3e}")
+    assert 0 < ours <= 1.5 * eager
 
 
 def experts_of(model):
