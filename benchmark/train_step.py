@@ -45,7 +45,7 @@ QWEN3 |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, 
 GPT_OSS = {"hidden_size": 2880, "intermediate_size": 2880, "num_local_experts": 32, "num_experts_per_tok": 4}
 GPT_OSS |= {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 201088}
 TINY = {"hidden_size": 128, "num_experts_per_tok": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
-TINY |= {"head_dim": 64, "vocab_size": 500, "num_hidden_layers": 2, "initializer_range": 0.1}
+TINY |= {"head_dim": 64, "vocab_size": 500, "num_hidden_layers": 2, "initializer_range": 0.05}
 COMMON = {"num_hidden_layers": 4, "tie_word_embeddings": False}
 SHAPES = {
     "qwen3": Qwen3MoeConfig(**COMMON, **QWEN3, norm_topk_prob=True),
@@ -61,7 +61,7 @@ EPSILON = 0.2
 CONFIG = LossConfig(loss_type="dapo", epsilon=EPSILON)
 PLAIN = "grouped_mm_full_logits"
 SAMPLE = 2**20  # elements of a parameter's gradient that are compared
-EAGER_FACTOR, FLOOR = 1.5, 2e-3
+EAGER_FACTOR, FLOOR = 1.5, 0.01
 WRONG, WRONG_AT_SIZE = 0.1, 0.5
 
 
