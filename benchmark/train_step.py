@@ -12,10 +12,10 @@ gpt-oss-20b, random bf16 weights that all share, no autocast, random tokens, no 
 * trl_fused_head: the same experts and attention, log-probabilities and entropies by TRL's `add_fused_lm_head`
 * ..._flex: in gpt_oss, with transformers' FlexAttention
 
-Before any timing each is compared with float32, by loss and gradients of a tiny model of the family whose routes are
-replayed (rel_err: the largest relative error of a kind of parameter, worst_of names it; ours may err 1.5 times as much as
-grouped_mm_full_logits); at full size with that, a sequence at a time (full_rel_err; bf16 routes some tokens otherwise).
-What is wrong is refused: its line has "error" and no time. Before each timed call the allocator's cache is emptied and
+Before any timing each is compared with float32, by loss and gradients of a tiny model of the family (rel_err: the largest
+relative error of a kind of parameter, worst_of names it; ours may err 1.5 times as much as grouped_mm_full_logits), and
+at full size with grouped_mm_full_logits on a sequence at a time (full_rel_err). The routes of the truth are replayed,
+since rounding sends some tokens to other experts. What is wrong is refused: its line has "error" and no time. Before each timed call the allocator's cache is emptied and
 the step runs once untimed, so that none pays for what another left. peak_gib is beyond the weights (weights_gib),
 gradients included; tflops counts products with weights, of the head those of completion tokens.
 """
@@ -198,16 +198,12 @@ class Step:
     model: PreTrainedModel
     batch: Batch
     failed: bool = False
-    value: torch.Tensor | None = None
-    """The loss of the last call."""
 
     def loss(self) -> torch.Tensor:
         return IMPLEMENTATIONS[self.name].loss(self.model, self.batch)
 
     def __call__(self) -> None:
-        loss = self.loss()
-        loss.backward()
-        self.value = loss.detach()
+        self.loss().backward()
 
     def set_up(self) -> None:
         """Clears gradients and what another implementation changed in the model, and makes the changes of this one."""
@@ -238,26 +234,35 @@ def grads_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     return {name: torch.cat(parts) for name, parts in grads.items()}
 
 
-def truth_of(model: PreTrainedModel, batch: Batch) -> dict[str, torch.Tensor]:
-    """Loss and gradients from full logits, a sequence at a time; old_logps are moved away from the log-probabilities.
+def truth_of(model: PreTrainedModel, batch: Batch) -> tuple[dict[str, torch.Tensor], RoutingRecord]:
+    """Loss and gradients from full logits, a sequence at a time, and the routes; fills the old_logps.
 
-    A fifth of the tokens leaves the clipping bounds, the others stay clear of them.
+    They are moved away from the log-probabilities, a fifth of them beyond the clipping bounds, the others clear of them.
     """
     loss = 0
-    for row in batch.rows():
-        logps = full_logits_logps(model, row)
-        step = 0.05 * torch.randn_like(logps)
-        step += torch.where(torch.rand_like(step) < 0.2, 0.5 * step.sign(), 0)
-        row.old_logps.copy_(logps.detach() - step)
-        part = dapo_loss(logps, row)
-        part.backward()
-        loss += part.detach()
-    return {"loss": loss.float()[None], **grads_of(model)}
+    with RoutingReplay(model) as routing, routing.record() as records:
+        for row in batch.rows():
+            logps = full_logits_logps(model, row)
+            step = 0.05 * torch.randn_like(logps)
+            step += torch.where(torch.rand_like(step) < 0.2, 0.5 * step.sign(), 0)
+            row.old_logps.copy_(logps.detach() - step)
+            part = dapo_loss(logps, row)
+            part.backward()
+            loss += part.detach()
+    return {"loss": loss.float()[None], **grads_of(model)}, RoutingRecord.concat_rows(records)
 
 
-def errors_of(model: PreTrainedModel, loss: torch.Tensor, truth: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Relative errors of the loss and of the gradients that its backward left (Frobenius norms)."""
-    found = {"loss": loss.detach().float()[None], **grads_of(model)}
+def errors_of(step: Step, truth: dict[str, torch.Tensor], record: RoutingRecord) -> dict[str, float]:
+    """Relative errors (Frobenius norms) of loss and gradients of a call that takes the recorded routes."""
+    step.set_up()
+    record = record.pack(step.batch.attention_mask) if step.name == "ours_padding_free" else record
+    with RoutingReplay(step.model) as routing:
+        if step.model.is_gradient_checkpointing:
+            step.model.gradient_checkpointing_enable(routing.checkpointing_kwargs)
+        with routing.replay(record):
+            loss = step.loss()
+        loss.backward()
+    found = {"loss": loss.detach().float()[None], **grads_of(step.model)}
     return {kind: float((found[kind] - true).norm() / true.norm()) for kind, true in truth.items()}
 
 
@@ -266,19 +271,12 @@ def check(config, names: list[str], device: torch.device) -> dict[str, Contestan
     model, batch = make_model(config, device), make_batch(config.vocab_size, CHECK_SIZES, device)
     reference = copy.deepcopy(model).float()
     reference.set_experts_implementation("eager")
-    with RoutingReplay(reference) as routing, routing.record() as records:
-        truth = truth_of(reference, batch)
-    record, replay = RoutingRecord.concat_rows(records), RoutingReplay(model)
+    truth, record = truth_of(reference, batch)
     checked = {name: Contestant(call=dict) for name in dict.fromkeys((PLAIN, *names))}
     plain_errors: dict[str, float] = {}
 
     def judge(contestant: Contestant, name: str) -> None:
-        step = Step(name, model, batch)
-        step.set_up()
-        with replay.replay(record.pack(batch.attention_mask) if name == "ours_padding_free" else record):
-            loss = step.loss()
-        loss.backward()
-        errors = errors_of(model, loss, truth)
+        errors = errors_of(Step(name, model, batch), truth, record)
         worst = max(errors, key=errors.get)
         contestant.facts.update(rel_err=errors[worst], worst_of=worst)
         WrongResult.unless(errors, dict.fromkeys(errors, WRONG))
@@ -293,9 +291,9 @@ def check(config, names: list[str], device: torch.device) -> dict[str, Contestan
     return checked
 
 
-def verify(step: Step, truth: dict[str, torch.Tensor]) -> dict:
-    """Largest error of what a call left."""
-    errors = errors_of(step.model, step.value, truth)
+def verify(step: Step, truth: dict[str, torch.Tensor], record: RoutingRecord) -> dict:
+    """Largest error at full size."""
+    errors = errors_of(step, truth, record)
     WrongResult.unless(errors, dict.fromkeys(errors, WRONG_AT_SIZE))
     return {"full_rel_err": max(errors.values())}
 
@@ -335,13 +333,13 @@ def flops_of(model: PreTrainedModel, batch: Batch) -> float:
 def contestants_of(model: PreTrainedModel, batch: Batch, checked: dict[str, Contestant]) -> dict[str, Contestant]:
     """Each on the model to time, with what the check found."""
     Step(PLAIN, model, batch).set_up()
-    truth = truth_of(model, batch)
+    truth, record = truth_of(model, batch)
     weights = {"weights_gib": round(sum(x.nbytes for x in model.parameters()) / 2**30, 3)}
     made = {}
     for name, found in checked.items():
         step = Step(name, model, batch)
         facts = IMPLEMENTATIONS[name].peer() | found.facts | weights
-        made[name] = Contestant(step, step.reset, partial(verify, step, truth), facts=facts, error=found.error)
+        made[name] = Contestant(step, step.reset, partial(verify, step, truth, record), facts=facts, error=found.error)
     return made
 
 

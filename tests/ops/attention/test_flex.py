@@ -84,10 +84,12 @@ def full_precision():
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("length", [256, 331])
 @pytest.mark.parametrize("kind", ["causal", "left_padding", "right_padding", "packed"])
+@pytest.mark.parametrize("length", [256, 331])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_flex_is_as_exact_as_eager(dtype, kind, length, full_precision):
+def test_flex_is_as_exact_as_eager(dtype, length, kind, full_precision):
+    if (length, kind) == (256, "causal"):
+        torch._dynamo.reset()  # so that it and the kinds after it run the kernels for this length alone
     tensors, weights = inputs(length, dtype, "cuda", dim=64, heads=16)
     mask = seen(kind, length).cuda()
     made = outcome(flex_sink_attention, tensors, weights, block_mask=block_mask(mask))
