@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import (
-    and_masks,
-    causal_mask_function,
     flex_attention_mask,
-    packed_sequence_mask_function,
     sdpa_mask,
-    sliding_window_causal_mask_function,
 )
 
 from grpo_moe.ops.attention.flex import MIN_QUERIES, dense_mask, flex_sink_attention, room_for_graphs, supports_flex
+from grpo_moe.ops.attention.sdpa import sdpa_sink_attention
 
 SINK_ATTENTION = "grpo_moe_sinks"
 """For ``attn_implementation``; transformers dispatches on parts of names, so it must hold no name of another."""
@@ -55,25 +51,8 @@ def sink_attention_forward(
         out = flex_sink_attention(query, key, value, block_mask=attention_mask, sinks=s_aux, scale=scaling)
     else:
         mask = dense_mask(attention_mask) if isinstance(attention_mask, BlockMask) else attention_mask
-        out = _sdpa(query, key, value, mask, s_aux, dropout_p=dropout, scale=scaling)
+        out = sdpa_sink_attention(query, key, value, mask=mask, sinks=s_aux, scale=scaling, dropout=dropout)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _sdpa(query, key, value, mask, sinks, **options) -> torch.Tensor:
-    """A sink is one more key, of value zero and score ``sinks``; the float mask has [B, heads, T, S + 1] elements."""
-    (batch, heads, queries, _), keys = query.shape, key.shape[2]
-    group = heads // key.shape[1]
-    key, value = (x.repeat_interleave(group, 1) for x in (key, value))
-    if mask is None:
-        mask = torch.ones(queries, keys, dtype=torch.bool, device=query.device).tril(keys - queries)[None, None]
-    if mask.dtype == torch.bool:
-        mask = query.new_zeros(mask.shape).masked_fill(~mask, torch.finfo(query.dtype).min)
-    scores = mask[..., :keys].expand(batch, heads, queries, keys)
-    if sinks is not None:
-        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
-        columns = sinks.to(query.dtype).view(1, heads, 1, 1).expand(batch, -1, queries, 1)
-        scores = torch.cat([scores, columns], dim=-1)
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=scores, **options)
 
 
 def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) -> torch.Tensor | BlockMask:
@@ -91,41 +70,6 @@ def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) 
 
 AttentionInterface.register(SINK_ATTENTION, sink_attention_forward)
 AttentionMaskInterface.register(SINK_ATTENTION, sink_attention_mask)
-
-
-def packed_attention_masks(
-    sequence_ids: torch.Tensor, window: int | None, *, blocks: bool = False
-) -> dict[str, torch.Tensor | BlockMask]:
-    """Masks under which the sequences of a packed row do not see each other, for a model that takes a dictionary.
-
-    transformers' GPT-OSS lets packed sequences see each other if it is given ``position_ids`` alone.
-
-    Args:
-        sequence_ids: [B, T] integers, equal for the tokens of one sequence.
-        window: tokens that a "sliding_attention" layer sees, the query included; None leaves that mask out.
-        blocks: on a GPU, from T = 128 on, block masks, by which attention skips blocks of other sequences; only
-            "grpo_moe_sinks" and "flex_attention" take them.
-
-    Returns:
-        "full_attention" and, with a window, "sliding_attention": bool [B, 1, T, T], True where a query sees a key, or
-        block masks.
-    """
-    batch, length = sequence_ids.shape
-    functions = {"full_attention": causal_mask_function}
-    if window is not None:
-        functions["sliding_attention"] = sliding_window_causal_mask_function(window)
-    build = sink_attention_mask if blocks else sdpa_mask
-    return {
-        name: build(
-            batch_size=batch,
-            q_length=length,
-            kv_length=length,
-            mask_function=and_masks(function, packed_sequence_mask_function(sequence_ids)),
-            allow_is_causal_skip=False,
-            device=sequence_ids.device,
-        )
-        for name, function in functions.items()
-    }
 
 
 @torch.no_grad()

@@ -50,7 +50,7 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
             f"{integers[0]} and {len(integers) - 1} others; load it with quantization_config=Mxfp4Config("
             "dequantize=True), or pass its path"
         )
-    # transformers 5.17 would write no experts of a dequantised MXFP4 model: it tries to undo the conversion of its blocks
+    # transformers 5.17 would save no experts of a dequantised MXFP4 model: it tries to undo the conversion of blocks
     if conversions := getattr(policy, "_weight_conversions", None):
         policy._weight_conversions = [c for c in conversions if not any("_blocks" in p for p in c.source_patterns)]
     if peft_config is not None:

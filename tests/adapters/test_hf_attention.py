@@ -9,10 +9,10 @@ from grpo_moe.adapters import hf_attention
 from grpo_moe.adapters.hf_attention import (
     SINK_ATTENTION,
     check_sinks,
-    packed_attention_masks,
     sink_attention_forward,
     sink_attention_mask,
 )
+from grpo_moe.adapters.hf_packing import packed_inputs
 
 IDS = torch.arange(40).reshape(2, 20) % 61 + 3
 LONG_IDS = torch.arange(400).reshape(2, 200) * 7 % 61 + 3
@@ -110,29 +110,6 @@ def test_block_masks_that_flex_does_not_take_go_to_sdpa(dropout):
     assert torch.equal(*made)
 
 
-@pytest.mark.parametrize("name", ["eager", SINK_ATTENTION])
-def test_packed_sequences_do_not_see_each_other(name):
-    model = tiny_moe("gpt_oss", attn_implementation=name).eval()
-    apart = torch.cat([model(row[None], use_cache=False).logits for row in (IDS[0], IDS[1, :9])], dim=1)
-    packed = torch.cat([IDS[:1], IDS[1:, :9]], dim=1)
-    numbers = torch.tensor([[0] * 20 + [1] * 9])
-    positions = torch.cat([torch.arange(20), torch.arange(9)])[None]
-    masks = packed_attention_masks(numbers, model.config.sliding_window)
-    if name == "eager":  # which adds its mask to the scores
-        masks = {n: torch.zeros(m.shape).masked_fill(~m, torch.finfo(torch.float32).min) for n, m in masks.items()}
-    out = model(packed, attention_mask=masks, position_ids=positions, use_cache=False).logits
-    torch.testing.assert_close(out, apart, rtol=1e-4, atol=1e-5)
-
-
-def test_masks_of_packed_sequences_by_hand():
-    masks = packed_attention_masks(torch.tensor([[4, 4, 4, 9]]), window=2)
-    seen = [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [0, 0, 0, 1]]
-    assert masks["full_attention"][0, 0].int().tolist() == seen
-    seen[2][0] = 0
-    assert masks["sliding_attention"][0, 0].int().tolist() == seen
-    assert set(packed_attention_masks(torch.zeros(1, 2), window=None)) == {"full_attention"}
-
-
 def test_an_attention_that_drops_the_sinks_is_refused():
     def without(*args, s_aux=None, **kwargs):
         return sink_attention_forward(*args, **kwargs)
@@ -185,11 +162,9 @@ def test_packed_sequences_do_not_see_each_other_by_flex(flex_calls):
     lengths = (200, 129)
     model = tiny_moe("gpt_oss", attn_implementation=SINK_ATTENTION, experts_implementation="eager").cuda().eval()
     rows = [LONG_IDS[i, :n] for i, n in enumerate(lengths)]
-    numbers = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])[None].cuda()
-    masks = packed_attention_masks(numbers, model.config.sliding_window, blocks=True)
-    assert all(isinstance(mask, BlockMask) for mask in masks.values())
-    positions = torch.cat([torch.arange(n) for n in lengths])[None].cuda()
-    made = outcome(model, input_ids=torch.cat(rows)[None].cuda(), attention_mask=masks, position_ids=positions)
+    packed = packed_inputs(model, LONG_IDS.cuda(), (torch.arange(200) < torch.tensor(lengths)[:, None]).cuda())
+    assert all(isinstance(mask, BlockMask) for mask in packed["attention_mask"].values())
+    made = outcome(model, **packed)
     assert len(flex_calls) == 2
     model.set_attn_implementation("eager")
     apart = [outcome(model, input_ids=row[None].cuda()) for row in rows]

@@ -2,5 +2,6 @@
 
 from .flex import flex_sink_attention
 from .reference import sink_attention
+from .sdpa import sdpa_sink_attention
 
-__all__ = ["flex_sink_attention", "sink_attention"]
+__all__ = ["flex_sink_attention", "sdpa_sink_attention", "sink_attention"]

@@ -1,6 +1,7 @@
 import torch
 
 from grpo_moe.ops import sink_attention
+from grpo_moe.ops.attention import sdpa_sink_attention
 
 
 def loop_attention(query, key, value, mask, sinks):
@@ -51,6 +52,22 @@ def test_equals_the_logsumexp_form():
     plain = scores.softmax(-1) @ value.repeat_interleave(2, 1)
     rescaled = plain * torch.sigmoid(scores.logsumexp(-1) - sinks[:, None])[..., None]
     torch.testing.assert_close(sink_attention(query, key, value, mask=mask, sinks=sinks), rescaled)
+
+
+def test_sdpa_form_equals_the_reference():
+    query, key, value, mask, sinks = inputs()
+    leaves = [query, key, value, sinks]
+    weights = torch.randn_like(query)
+    made = []
+    for out in (
+        sdpa_sink_attention(query, key, value, mask=mask[:, None], sinks=sinks, scale=0.3),
+        sdpa_sink_attention(query, key, value, sinks=sinks, scale=0.3),  # causal, as the mask is
+        sink_attention(query, key, value, mask=mask, sinks=sinks, scale=0.3),
+    ):
+        made.append([out, *torch.autograd.grad((out * weights).sum(), leaves)])
+    for ours, causal, reference in zip(*made, strict=True):
+        torch.testing.assert_close(ours, reference)
+        torch.testing.assert_close(causal, reference)
 
 
 def test_a_query_without_keys_is_finite():
