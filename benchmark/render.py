@@ -12,12 +12,14 @@ POINT_FIELDS = {
     "moe_experts": ("shape", "T", "mode", "start", "routing", "frozen"),
     "single_pass": ("sweep", "E", "H", "I", "K", "t"),
     "ceiling": ("size",),
+    "train_step": ("shape", "B", "T", "completion", "checkpointing"),
 }
 """What makes a row of an op's table; its columns are the implementations."""
 ERROR_FIELDS = {
     "grpo_loss": ("logp_error", "grad_hidden_error", "grad_weight_error"),
     "moe_experts": ("rel_err",),
     "single_pass": ("rel_err",),
+    "train_step": ("rel_err", "full_rel_err"),
 }
 """Errors against float64 truth, the largest of an implementation is shown."""
 ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")

@@ -62,7 +62,7 @@ def sink_attention_mask(*, q_length: int, device: torch.device | str, **kwargs) 
         A block mask on a GPU, from 128 queries on, so that decoding needs none; otherwise bool [B, 1, T, S].
     """
     if torch.device(device).type == "cuda" and q_length >= MIN_QUERIES:
-        with room_for_graphs():  # building the mask is compiled too, for each kind of mask
+        with room_for_graphs(any_size=True):  # building the mask is compiled too, for each kind of mask
             return flex_attention_mask(q_length=q_length, device=device, **kwargs)
     # or None comes instead, which means the first query at the first key for a static cache, else the last at the last
     return sdpa_mask(q_length=q_length, device=device, **{**kwargs, "allow_is_causal_skip": False})

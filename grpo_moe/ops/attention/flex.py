@@ -70,11 +70,17 @@ def dense_mask(block_mask: BlockMask) -> torch.Tensor:
     return create_mask(block_mask.mask_mod, *block_mask.shape, device=block_mask.kv_indices.device)
 
 
-def room_for_graphs() -> AbstractContextManager:
-    """Within it Dynamo compiles up to 64 graphs of a function before it refuses, or leaves it uncompiled."""
+def room_for_graphs(*, any_size: bool = False) -> AbstractContextManager:
+    """Within it Dynamo compiles up to 64 graphs of a function before it refuses, or leaves it uncompiled.
+
+    Args:
+        any_size: for sizes of any value at once. To build block masks: for a fixed size Inductor sorts the blocks of a
+            row in a Triton kernel, which took more than two minutes to compile for the 128 blocks of 16,384 tokens.
+    """
     if torch.compiler.is_compiling():
         return nullcontext()
-    return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS)
+    sizes = {"assume_static_by_default": False} if any_size else {}
+    return torch._dynamo.config.patch(recompile_limit=MAX_GRAPHS, **sizes)
 
 
 @functools.cache
