@@ -47,6 +47,7 @@ class RoutingReplay:
         self._region: _Region | None = None
         self._record: RoutingRecord | None = None
         self._unused = False
+        self._replayed = False  # whether any forward has taken a record
         self._sinks: list[tuple[list[RoutingRecord], bool]] = []
         self._sums: list[torch.Tensor] | None = None
         self._sum_mask: torch.Tensor | None = None
@@ -120,7 +121,7 @@ class RoutingReplay:
             )
         record.check_entries()
         outer = self._record, self._unused
-        self._record, self._unused = record, True
+        self._record, self._unused, self._replayed = record, True, True
         try:
             yield
             if self._unused:
@@ -174,6 +175,8 @@ class RoutingReplay:
         region, forward = self._region, self._forward
         recompute = region is not None and region.recompute
         if forward is None and not recompute:
+            if self._idle and not self._replayed:
+                return out  # of a recompute by a checkpointing of someone else, whose forward chose as this will
             raise ValueError(
                 f"the router {name} must run in a forward of the model or a recompute that knows its forward, got a "
                 "call outside of both; use gradient_checkpointing_enable(replay.checkpointing_kwargs)"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -43,23 +45,44 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
         policy, adapters = model, None
     else:
         raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}")
-    integers = [name for name, p in policy.named_parameters() if not p.is_floating_point()]
-    if integers:
+    quantised = [name for name, p in policy.named_parameters() if p.element_size() == 1]
+    if quantised:
         raise ValueError(
-            f"parameters of {type(policy).__name__} must be floating-point numbers to train, got integers in "
-            f"{integers[0]} and {len(integers) - 1} others; load it with quantization_config=Mxfp4Config("
-            "dequantize=True), or pass its path"
+            f"parameters of {type(policy).__name__} must not be quantised, got {quantised[0]} and {len(quantised) - 1} "
+            "others of one byte a number; load the model dequantised (MXFP4: quantization_config=Mxfp4Config("
+            "dequantize=True), or pass its path), or an unquantised checkpoint"
         )
     # transformers 5.17 would save no experts of a dequantised MXFP4 model: it tries to undo the conversion of blocks
     if conversions := getattr(policy, "_weight_conversions", None):
         policy._weight_conversions = [c for c in conversions if not any("_blocks" in p for p in c.source_patterns)]
     if peft_config is not None:
         if adapters is not None:
-            raise ValueError("peft_config must be None for a model with adapters, got both; merge them first")
-        from peft import get_peft_model  # an optional dependency
-
-        adapters = get_peft_model(policy, peft_config)
+            raise ValueError("peft_config must be None for a model with adapters, got both; leave it out")
+        adapters = _add_adapters(policy, peft_config)
+    if adapters is not None and adapters.active_peft_config.is_prompt_learning:
+        kind = type(adapters.active_peft_config).__name__
+        raise ValueError(f"adapters must be part of the model's layers, got {kind} before the prompt; use LoRA")
     return policy, adapters
+
+
+def _add_adapters(policy: PreTrainedModel, peft_config: Any) -> Any:
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError as error:
+        raise ValueError("peft_config must be None without the package peft, got one; pip install peft") from error
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(f"peft_config must be a configuration of peft, got {peft_config!r}; use peft.LoraConfig(...)")
+    return get_peft_model(policy, peft_config)
+
+
+@contextmanager
+def without_adapters(adapters: Any) -> Iterator[None]:
+    """PEFT's model with its adapters off; what was frozen stays frozen, which ``disable_adapter`` alone forgets."""
+    trained = {p: p.requires_grad for p in adapters.parameters()}
+    with adapters.disable_adapter():
+        yield
+    for parameter, flag in trained.items():
+        parameter.requires_grad_(flag)
 
 
 def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,6 +25,15 @@ from grpo_moe.types import RolloutBatch
 
 from .config import GRPOConfig
 from .metrics import Metrics
+
+_OPEN: weakref.WeakKeyDictionary[PreTrainedModel, RoutingReplay] = weakref.WeakKeyDictionary()
+"""The hooks of the last trainer of a model: the next one's take their place."""
+
+
+def close_routing(policy: PreTrainedModel) -> None:
+    """Removes the hooks that an earlier :class:`PolicyRouting` left on the policy."""
+    if policy in _OPEN:
+        _OPEN.pop(policy).close()
 
 
 @dataclass
@@ -47,26 +57,29 @@ class PolicyRouting:
 
     def __init__(self, policy: PreTrainedModel, args: GRPOConfig):
         self.args, self.replay, self._load = args, None, None
-        asked = {"routing_replay": "none", "freeze_router": False, "router_aux_loss_coef": 0}
-        asked = {name: idle for name, idle in asked.items() if getattr(args, name) != idle}
+        idle = {"routing_replay": "none", "freeze_router": False, "router_aux_loss_coef": 0}
+        asked = [name for name in idle if getattr(args, name) != idle[name]]
         if not has_experts(policy):
-            for name, idle in asked.items():
+            if asked:
                 raise ValueError(
-                    f"{name} must be {idle!r} for {type(policy).__name__}, which has no experts, got "
-                    f"{getattr(args, name)!r}; leave it out"
+                    f"{asked[0]} must be {idle[asked[0]]!r} for {type(policy).__name__}, which has no experts, got "
+                    f"{getattr(args, asked[0])!r}; leave it out"
                 )
             return
         if args.freeze_router:
             freeze_routers(policy)
+        close_routing(policy)
         try:
             self.replay = RoutingReplay(policy)
+            _OPEN[policy] = self.replay
             with self.replay.record():
                 check_head(policy)  # any forward: the routers' rules are found
         except ValueError as error:
-            if self.replay is not None:
-                self.replay.close()
-            if asked or args.gradient_checkpointing:  # whose recompute must route as its forward
-                raise
+            close_routing(policy)
+            needing = [name for name in asked if name != "freeze_router"]
+            needing += ["gradient_checkpointing"] if args.gradient_checkpointing else []  # routes again in backward
+            if needing:
+                raise ValueError(f"{needing[0]} must be off for {type(policy).__name__}: {error}") from error
             warnings.warn(f"no metrics of the routing of {type(policy).__name__}: {error}", stacklevel=2)
             self.replay = None
         said = getattr(policy.config.get_text_config(), "router_aux_loss_coef", 0)

@@ -32,10 +32,17 @@ from .config import GRPOConfig
 from .evaluation import evaluate, rollout_metrics
 from .interrupt import InterruptGuard
 from .launch import runs_on_cpu, world_size
-from .loading import check_vocabulary, disable_dropout, load_policy, load_tokenizer, reference_model
+from .loading import (
+    check_vocabulary,
+    disable_dropout,
+    load_policy,
+    load_tokenizer,
+    reference_model,
+    without_adapters,
+)
 from .metrics import Metrics, PhaseTimer
 from .record import RunRecord
-from .routing import PolicyRouting
+from .routing import PolicyRouting, close_routing
 
 MAX_SKIPPED_IN_A_ROW = 3
 
@@ -176,6 +183,11 @@ class GRPOTrainer:
             mask_truncated=self.args.mask_truncated_completions,
             device=self.accelerator.device,
         )
+        if self.args.routing_replay == "R3" and rollout.kept and batch.routes is None:
+            raise ValueError(
+                f"rollout_engine must return routes with routing_replay 'R3', got none from "
+                f"{type(self.collector.engine).__name__}; fill Completion.routes under return_routes, or use R2"
+            )
         with self.timer("logps"):
             batch = self.add_reference_logps(batch)
         with self.timer("update"):
@@ -200,7 +212,7 @@ class GRPOTrainer:
                 batch = replace(batch, old_logps=old_logps)
             batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
         if self.args.beta:
-            with nullcontext() if self.adapters is None else self.adapters.disable_adapter():
+            with nullcontext() if self.adapters is None else without_adapters(self.adapters):
                 batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch
 
@@ -305,9 +317,16 @@ class GRPOTrainer:
             **asdict(self.state),
             "source": self.source.state_dict(),
             "num_processes": self.accelerator.num_processes,
-            "config": asdict(self.args),
+            "config": self._settings,
         }
         return save_checkpoint(self.accelerator, state, self.args.output_dir, keep=self.args.save_total_limit)
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """What a resumed run must share with the run it goes on with."""
+        adapters = None if self.adapters is None else self.adapters.active_peft_config.to_dict()
+        known = {name: sorted(x) if isinstance(x, set) else str(x) for name, x in (adapters or {}).items()}
+        return {**asdict(self.args), "peft_config": None if adapters is None else known}
 
     @property
     def sampling(self) -> SamplingParams:
@@ -323,6 +342,7 @@ class GRPOTrainer:
     def _prepare(self, policy: PreTrainedModel) -> None:
         args = self.args
         disable_dropout(policy)
+        close_routing(policy)
         self.policy = add_token_logps(policy).to(self.accelerator.device)
         if args.beta:  # adapters are switched off for it
             self.reference = reference_model(policy) if self.adapters is None else self.policy
@@ -331,14 +351,16 @@ class GRPOTrainer:
         if args.padding_free:
             check_padding_free(self.policy)
         self.routing = PolicyRouting(self.policy, args)
-        if args.gradient_checkpointing:  # renamed in transformers 5.24
+        already = any(getattr(module, "gradient_checkpointing", False) is True for module in policy.modules())
+        if args.gradient_checkpointing or already:  # renamed in transformers 5.24
             enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
             enable(self.routing.checkpointing_kwargs)
         if self.adapters is not None and self.accelerator.is_main_process:
             print(coverage_table(coverage(policy)))
         trainable = [p for p in policy.parameters() if p.requires_grad]
         if not trainable:
-            raise ValueError("model must have parameters that require gradients, got none; unfreeze some")
+            fix = "unfreeze some" if self.adapters is None else "load the adapters with is_trainable=True"
+            raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
         optimizer = torch.optim.AdamW(
             trainable,
             lr=args.learning_rate,
@@ -376,7 +398,7 @@ class GRPOTrainer:
             if self.accelerator.is_main_process:
                 self.state.run_id = start_run(self.args.output_dir)
             return
-        state = load_checkpoint(self.accelerator, path, asdict(self.args))
+        state = load_checkpoint(self.accelerator, path, self._settings)
         self.source.load_state_dict(state["source"])
         self.state = TrainerState(**{name: state[name] for name in asdict(TrainerState())})
         self._earlier_seconds = self.state.phase_seconds

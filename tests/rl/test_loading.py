@@ -10,7 +10,7 @@ from tiny import tiny_model
 from transformers import GptOssConfig
 
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
-from grpo_moe.rl.loading import load_policy
+from grpo_moe.rl.loading import load_policy, without_adapters
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -61,7 +61,7 @@ def test_quantised_experts_are_refused():
     model = tiny_model()
     experts = model.model.layers[0].mlp.experts
     experts.down_proj = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(ValueError, match=r"got integers in model.layers.0.*Mxfp4Config\(dequantize=True\)"):
+    with pytest.raises(ValueError, match=r"got model.layers.0.*Mxfp4Config\(dequantize=True\)"):
         load_policy(model)
 
 
@@ -89,3 +89,23 @@ def test_adapters_are_added_once():
     assert adapters.get_base_model() is policy and load_policy(adapters) == (policy, adapters)
     with pytest.raises(ValueError, match="peft_config must be None"):
         load_policy(adapters, lora)
+    with pytest.raises(ValueError, match="peft_config must be a configuration of peft, got 'lora'"):
+        load_policy(tiny_moe("qwen3_moe"), "lora")
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    with pytest.raises(ValueError, match="got PromptTuningConfig before the prompt"):
+        load_policy(tiny_moe("qwen3_moe"), prompts)
+
+
+def test_without_adapters_what_was_frozen_stays_frozen():
+    peft = pytest.importorskip("peft")
+    policy, adapters = load_policy(tiny_moe("qwen3_moe"), peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+    plain = policy(torch.arange(5)[None]).logits
+    for name, p in policy.named_parameters():
+        p.requires_grad_("q_proj.lora" in name)
+        if "lora_B" in name:
+            torch.nn.init.ones_(p)
+    flags = [p.requires_grad for p in policy.parameters()]
+    with without_adapters(adapters):
+        torch.testing.assert_close(policy(torch.arange(5)[None]).logits, plain)
+    assert [p.requires_grad for p in policy.parameters()] == flags and 0 < sum(flags) < len(flags)
+    assert not torch.allclose(policy(torch.arange(5)[None]).logits, plain)

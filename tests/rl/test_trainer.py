@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -562,6 +563,35 @@ def test_r3_routes_updates_as_the_rollout_did(tmp_path):
     lines = read_metrics(tmp_path / "metrics.jsonl")
     assert used and all(used)
     assert lines[0]["routing/flip_rate"] < lines[-1]["routing/flip_rate"] or lines[-1]["routing/flip_rate"] > 0
+
+
+def test_a_model_trains_again_whatever_an_earlier_trainer_or_user_switched_on(tmp_path):
+    model = qwen3_moe(experts_implementation="grpo_moe")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    changes = ({}, {"routing_replay": "R3"}, {"beta": 0.1}, {"gradient_checkpointing": True, "num_iterations": 2})
+    for number, change in enumerate(changes):
+        trainer(tmp_path / str(number), model, max_steps=2, **change).train()
+    hooks = [h for m in model.modules() for h in m._forward_hooks.values() if "RoutingReplay" in repr(h)]
+    assert len(hooks) == 3  # of the base model and two routers, by the last trainer alone
+    model(torch.arange(5)[None], labels=torch.arange(5)[None]).loss.backward()
+
+
+def test_r3_needs_an_engine_that_returns_routes(tmp_path):
+    run = trainer(tmp_path, routing_replay="R3")
+    generate = run.collector.engine.generate
+    run.collector.engine.generate = lambda prompts, sampling: generate(prompts, replace(sampling, return_routes=False))
+    with pytest.raises(ValueError, match="rollout_engine must return routes .* got none from NativeEngine"):
+        run.step()
+
+
+def test_a_run_with_other_adapters_is_not_resumed(tmp_path):
+    lora_trainer(tmp_path, qwen3_moe(), save_steps=2).train()
+    changed = GRPOTrainer(
+        qwen3_moe(), share_of_letter, config(tmp_path, max_steps=4, save_steps=2), prompt_rows(10),
+        processing_class=tokenizer(), peft_config=lora(lora_alpha=99),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="got changes peft_config: .*lora_alpha"):
+        changed.train("latest")
 
 
 def test_the_tiny_config_is_valid():
