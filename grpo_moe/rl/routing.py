@@ -130,6 +130,8 @@ class PolicyRouting:
         if batch.routes is not None:
             by_layer, anywhere = own.flip_rate(batch.routes, mask)
             metrics.add("routing/flip_rate", by_layer.mean(), mask.sum())
+            for layer, rate in zip(own.layers, by_layer, strict=True):
+                metrics.add(f"routing/flip_rate_layer_{layer}", rate, mask.sum())
             metrics.add("routing/flipped_tokens", anywhere, mask.sum())
         if sums:
             routed.aux_loss = load_balancing_loss(sums[0], window.expert_load.to(sums[0]), window.num_routed_tokens)

@@ -449,7 +449,10 @@ class GRPOTrainer:
         for phase, seconds in self.timer.step_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
         self.record.completions(self.state.step, rollout.kept, advantages)
-        return metrics.reduce(self.accelerator)
+        reduced = metrics.reduce(self.accelerator)
+        if square := reduced.pop("sampling_ratio_square_mean", 0.0):
+            reduced["sampling_effective_size"] = reduced["sampling_ratio_mean"] ** 2 / square
+        return reduced
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         epoch = self.source.position / len(self.source)

@@ -103,7 +103,8 @@ def test_every_window_counts_its_own_tokens(tmp_path):
 def test_the_first_update_is_on_policy_and_later_ones_are_not(tmp_path):
     run = trainer(tmp_path, num_iterations=2)
     metrics = run.step()
-    assert metrics["sampling_logp_difference_max"] < 1e-5
+    assert metrics["sampling_logp_difference_max"] < 1e-5 and metrics["sampling_kl"] < 1e-9
+    assert metrics["sampling_effective_size"] == pytest.approx(1) and "sampling_ratio_square_mean" not in metrics
     assert metrics["ratio_max"] > 1.001
     single = trainer(tmp_path, steps_per_generation=1).step()
     assert single["ratio_max"] == 1 and single["approx_kl"] == 0
@@ -315,6 +316,8 @@ def test_r2_routes_every_update_as_before_the_first(checkpointing, tmp_path, mon
     line = read_metrics(tmp_path / "metrics.jsonl")[0]
     assert line["routing/max_violation"] > 0 and line["routing/dead_experts"] >= 0
     assert 0 < line["routing/flip_rate"] <= line["routing/flipped_tokens"] <= 1
+    by_layer = [value for name, value in line.items() if name.startswith("routing/flip_rate_layer_")]
+    assert sum(by_layer) / len(by_layer) == pytest.approx(line["routing/flip_rate"]) and len(by_layer) > 1
 
 
 def test_replay_without_experts_is_refused(tmp_path):

@@ -30,8 +30,10 @@ class LossOutput:
     clip_ratio, clip_ratio_low, clip_ratio_high (share of tokens whose clipping acts), approx_kl (k3 estimate of
     KL(old || new), nats).
     With beta: kl (the estimate, without beta and ratio). With entropy: entropy; with its quantile: entropy_masked.
-    With sampling_logps: sampling_logp_difference_mean and _max (of |old - sampling|, nats), num_unscored_tokens
-    (sampling log-probability not finite). With a sampler correction: sampler_ratio_mean (of the weight applied),
+    With sampling_logps: sampling_logp_difference_mean and _max (of |old - sampling|, nats), sampling_kl (k3 estimate of
+    KL(sampling || old), nats), sampling_ratio_mean and sampling_ratio_square_mean (of exp(old - sampling): the first
+    squared over the second is the effective sample size, as a share), num_unscored_tokens (sampling log-probability
+    not finite). With a sampler correction: sampler_ratio_mean (of the weight applied),
     sampler_masked (share of weights that are 0). With the off-policy mask: off_policy_masked."""
 
 
@@ -280,8 +282,10 @@ def _stats(
     maxima = {"ratio_max": inputs.ratio}
     counts = {"num_tokens": mask, "num_dropped_tokens": batch.dropped}
     if batch.sampling_logps is not None:
-        gap = _sampler_log_ratio(batch).abs()
-        means["sampling_logp_difference_mean"] = maxima["sampling_logp_difference_max"] = gap
+        log_ratio = _sampler_log_ratio(batch)
+        means["sampling_logp_difference_mean"] = maxima["sampling_logp_difference_max"] = log_ratio.abs()
+        means["sampling_kl"] = log_ratio.expm1() - log_ratio
+        means["sampling_ratio_mean"], means["sampling_ratio_square_mean"] = log_ratio.exp(), (2 * log_ratio).exp()
         counts["num_unscored_tokens"] = mask & ~batch.scored
     if inputs.sampler_weight is not None:
         means["sampler_ratio_mean"] = inputs.sampler_weight

@@ -428,6 +428,20 @@ def test_stats_of_the_vector_batch():
     assert not any(value.requires_grad or value.ndim for value in stats.values())
 
 
+def test_stats_of_the_gap_between_engine_and_trainer_by_hand():
+    old = torch.tensor([[-1.0, -2.0, -0.5], [-3.0, -1.0, 0.0]])
+    gap = torch.tensor([[0.2, -0.4, 0.0], [1.0, math.nan, 9.0]])  # one is not scored, one is masked
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    stats = grpo_loss_from_logps(
+        old, torch.ones(2), mask, LossConfig(), old_logps=old, sampling_logps=old - gap
+    ).stats  # fmt: skip
+    gaps = torch.tensor([0.2, -0.4, 0.0, 1.0, 0.0])
+    assert stats["sampling_kl"].item() == pytest.approx((gaps.exp() - 1 - gaps).mean().item())
+    assert stats["sampling_ratio_mean"].item() == pytest.approx(gaps.exp().mean().item())
+    assert stats["sampling_ratio_square_mean"].item() == pytest.approx((2 * gaps).exp().mean().item())
+    assert stats["num_unscored_tokens"] == 1
+
+
 # --- options, inputs, errors ---
 
 
