@@ -220,7 +220,7 @@ def check_padding_free(model) -> None:
         ValueError: sequences of a packed row see each other.
     """
     refusal = f"padding_free must be False for {type(model).__name__}, got True: "
-    if states := _layers_with_state(model.config.get_text_config()):
+    if states := layers_with_state(model.config.get_text_config()):
         raise ValueError(f"{refusal}layers of type {', '.join(states)} carry a state from sequence to sequence")
     lengths, vocabulary = [3, 7, 5], model.config.get_text_config().vocab_size
     ids = torch.arange(3 * 7, device=model.device).view(3, 7) * 5 % vocabulary
@@ -236,7 +236,8 @@ def check_padding_free(model) -> None:
         )
 
 
-def _layers_with_state(config) -> list[str]:
+def layers_with_state(config) -> list[str]:
+    """Types of layers, as transformers' configs name them, that carry more than keys and values along a sequence."""
     types = set(getattr(config, "layer_types", None) or ())
     return sorted(kind for kind in types if any(word in kind for word in ("linear", "mamba", "conv")))
 

@@ -76,7 +76,7 @@ class GRPOTrainer:
         processing_class: the tokenizer; by default the one that stands with the model.
         peft_config: adapters to train instead of the model, as peft.LoraConfig; the reference is the model without.
         reward_weights: one number a reward function; all 1 by default.
-        rollout_engine: generates completions; by default NativeEngine for GPT-OSS-Lite, else HFEngine.
+        rollout_engine: generates completions; by default that of :func:`grpo_moe.rollout.default_engine`.
 
     Raises:
         ValueError: anything that would only fail later: options, columns, prompts that do not fit the context, ...

@@ -1,6 +1,6 @@
 """Rollout engines: completions and their log-probabilities from the policy."""
 
-from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM
+from grpo_moe.adapters.hf_head import layers_with_state
 
 from .base import RolloutEngine
 from .hf import HFEngine
@@ -10,6 +10,6 @@ __all__ = ["HFEngine", "NativeEngine", "RolloutEngine", "default_engine"]
 
 
 def default_engine(model, tokenizer) -> RolloutEngine:
-    """NativeEngine for GPT-OSS-Lite, HFEngine for any other transformers model."""
-    engine = NativeEngine if isinstance(model, GptOssLiteForCausalLM) else HFEngine
+    """NativeEngine, or HFEngine for models that it does not run."""
+    engine = HFEngine if layers_with_state(model.config.get_text_config()) else NativeEngine
     return engine(model, tokenizer)

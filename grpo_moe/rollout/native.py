@@ -1,4 +1,4 @@
-"""In-process rollouts for GPT-OSS-Lite: the training parameters, a ring-buffer cache, one prefill a prompt."""
+"""In-process rollouts: the training parameters and kernels, one prefill a prompt, finished rows dropped."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 
+from grpo_moe.adapters.hf_head import head_of, layers_with_state
 from grpo_moe.adapters.routing import RoutingRecord
-from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM, RingCache
+from grpo_moe.models.gptoss_lite import GptOssLiteForCausalLM
 from grpo_moe.ops import head_logits
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, uniforms
+from .decoding import CacheDecoder, RingDecoder
 from .routes import recording, routing_hooks, sequence_routes
 from .sampling import draw, sampling_logps
 
@@ -20,20 +23,25 @@ from .sampling import draw, sampling_logps
 class NativeEngine:
     """Generates from the model that is being trained, without a copy of its weights.
 
+    The random numbers of a sequence depend on the seed and its prompt alone, whatever else is in the batch.
+
     Args:
-        model: a GptOssLiteForCausalLM.
+        model: GPT-OSS-Lite (ring buffers), or any transformers causal LM whose layers cache keys and values alone.
         tokenizer: for the text of completions and its EOS id; optional.
-        max_rows: sequences decoded at once; more are taken in turns. Results do not depend on it.
+        max_rows: sequences decoded at once; more are taken in turns.
 
     Raises:
-        TypeError: another model class.
+        TypeError: no transformers model, or one with layers that carry another state, as linear attention.
     """
 
-    def __init__(self, model: GptOssLiteForCausalLM, tokenizer=None, *, max_rows: int = 1024):
-        if not isinstance(model, GptOssLiteForCausalLM):
+    def __init__(self, model: PreTrainedModel, tokenizer=None, *, max_rows: int = 1024):
+        states = layers_with_state(model.config.get_text_config()) if isinstance(model, PreTrainedModel) else ["none"]
+        if states:
             raise TypeError(
-                f"model must be a GptOssLiteForCausalLM, got {type(model).__name__}; use HFEngine for other models"
+                "model must be a transformers causal LM that caches keys and values alone, got "
+                f"{type(model).__name__} with layers of type {', '.join(states)}; use HFEngine for other models"
             )
+        self.decoder = RingDecoder if isinstance(model, GptOssLiteForCausalLM) else CacheDecoder
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.stop_ids = stop_token_ids(model, tokenizer)
 
@@ -62,43 +70,28 @@ class NativeEngine:
         lengths = [len(p.input_ids) for p in prompts for _ in range(group)]
         room = [min(sampling.max_new_tokens, context_length(self.model) - length) for length in lengths]
         state = _Rows(room, device)
-        cache, hidden = self._prefill(prompts, max(room))
+        decoder, head = self.decoder(self.model, prompts, max(room)), head_of(self.model)
         rows = torch.arange(len(prompts), device=device).repeat_interleave(group)
-        cache.select(rows)
-        hidden, uniform = hidden[rows], uniforms(keys.to(device), max(room))
+        decoder.select(rows)
+        hidden, uniform = decoder.hidden[rows], uniforms(keys.to(device), max(room))
         stop_ids = torch.tensor(self.stop_ids, device=device, dtype=torch.long)
         for step in range(max(room)):
-            logps = sampling_logps(head_logits(hidden, self.model.lm_head.weight), sampling)
+            logps = sampling_logps(head_logits(hidden, **head), sampling)
             tokens = draw(logps, uniform[state.rows, step], sampling)
             state.append(step, tokens, logps.gather(1, tokens[:, None])[:, 0], torch.isin(tokens, stop_ids))
             if state.finished.all():
                 break
             if (kept := state.compact()) is not None:
-                cache.select(kept)
+                decoder.select(kept)
                 tokens = tokens[kept]
             state.decoded.append(state.rows)
-            hidden = self.model.model(input_ids=tokens[:, None], cache=cache).last_hidden_state[:, -1]
-            cache.commit()
-        routes = _routes(forwards, rows, lengths, state) if forwards else [None] * len(rows)
+            hidden = decoder.forward(tokens)
+        if forwards:
+            prefill, *steps = forwards
+            routes = _routes(decoder.prompt_routes(prefill), steps, rows, lengths, state)
+        else:
+            routes = [None] * len(rows)
         return self._completions(state, group, routes)
-
-    def _prefill(self, prompts, max_new_tokens):
-        """The cache after the prompts, and the hidden state [P, H] that predicts each one's next token."""
-        device = self.model.device
-        lengths = torch.tensor([len(p.input_ids) for p in prompts], device=device)
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(p.input_ids) for p in prompts], batch_first=True).to(device)
-        mask = torch.arange(ids.shape[1], device=device) < lengths[:, None]
-        autocast = torch.is_autocast_enabled(device.type)
-        cache = RingCache(
-            self.model.config,
-            len(prompts),
-            ids.shape[1] + max_new_tokens,
-            device=device,
-            dtype=torch.get_autocast_dtype(device.type) if autocast else self.model.dtype,
-        )
-        hidden = self.model.model(input_ids=ids, attention_mask=mask, cache=cache).last_hidden_state
-        cache.commit()
-        return cache, hidden[torch.arange(len(prompts), device=device), lengths - 1]
 
     def _completions(self, state, group, routes):
         tokens, logps, counts, stopped = (x.tolist() for x in (state.tokens, state.logps, state.counts, state.stopped))
@@ -141,19 +134,22 @@ class _Rows:
         return kept
 
 
-def _routes(forwards: list[RoutingRecord], rows: torch.Tensor, lengths: list[int], state: _Rows) -> list[RoutingRecord]:
-    """Routes of each sequence, from the records of the prefill [P, T, L, K] and of each forward of one token a row.
+def _routes(
+    prefill: RoutingRecord, steps: list[RoutingRecord], rows: torch.Tensor, lengths: list[int], state: _Rows
+) -> list[RoutingRecord]:
+    """Routes of each sequence.
 
     Args:
+        prefill: [P, T, L, K] of the prompts.
+        steps: of each forward of one token a row.
         rows: prompt of each sequence.
         lengths: tokens of its prompt.
     """
-    prefill, *steps = (record.to("cpu") for record in forwards)
-    joined = prefill.rows(rows.cpu()).resize(prefill.indices.shape[1] + len(steps))
+    joined = prefill.to("cpu").rows(rows.cpu()).resize(prefill.indices.shape[1] + len(steps))
     starts = torch.tensor(lengths)
     for step, (record, decoded) in enumerate(zip(steps, state.decoded, strict=True)):
         places = decoded.cpu()
-        joined.indices[places, starts[places] + step] = record.indices[:, 0]
+        joined.indices[places, starts[places] + step] = record.indices[:, 0].cpu()
     return [sequence_routes(joined, i, n) for i, n in enumerate((starts + state.counts.cpu()).tolist())]
 
 

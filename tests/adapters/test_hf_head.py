@@ -168,7 +168,7 @@ def test_rows_without_padding_give_the_same_or_are_refused(family, monkeypatch):
     if "qwen3_next" in family or "qwen3_5" in family:
         with pytest.raises(ValueError, match="padding_free must be False for Qwen3.*linear_attention carry a state"):
             check_padding_free(model)
-        monkeypatch.setattr(hf_head, "_layers_with_state", lambda config: [])  # found by numbers, too
+        monkeypatch.setattr(hf_head, "layers_with_state", lambda config: [])  # found by numbers, too
         with pytest.raises(ValueError, match="packed sequences see each other, by"):
             check_padding_free(model)
         return

@@ -1,48 +1,72 @@
 import contract
 import pytest
 import torch
+from moe_families import SMALL, tiny_moe
 from tiny import prompt, tiny_model, tokenizer
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteMoeConfig
 
 from grpo_moe.adapters.hf_head import add_token_logps
-from grpo_moe.rollout import NativeEngine
+from grpo_moe.rollout import HFEngine, NativeEngine, default_engine
 from grpo_moe.types import Prompt, SamplingParams
 
 WINDOW = 6
 
 
-def engine_and_model(**changes):
-    model = add_token_logps(tiny_model(**changes).eval())
+FAMILIES = ["gptoss_lite", "qwen3_moe", "gpt_oss", "mixtral", "olmoe", "deepseek_v3"]
+
+
+def engine_and_model(family="gptoss_lite", **changes):
+    if family == "gptoss_lite":
+        model = tiny_model(**changes)
+    else:
+        attention = {"attn_implementation": "grpo_moe_sinks"} if family == "gpt_oss" else {}
+        model = tiny_moe(family, changes=changes, experts_implementation="grpo_moe", **attention)
+    add_token_logps(model.eval())
     return NativeEngine(model), model
 
 
-def test_greedy_equals_the_full_forward_for_every_prompt_length():
-    engine, model = engine_and_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_equals_the_full_forward_for_every_prompt_length(family):
+    engine, model = engine_and_model(family)
     contract.greedy_equals_full_forward(engine, model, [prompt(n) for n in range(1, WINDOW + 21)])
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
-def test_sampled_logps_equal_the_training_forward(temperature):
-    engine, model = engine_and_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sampled_logps_equal_the_training_forward(family, temperature):
+    engine, model = engine_and_model(family)
     contract.sampled_logps_equal_the_training_forward(engine, model, [prompt(n) for n in (1, 5, 6, 7, 20)], temperature)
 
 
-def test_flags_come_back():
-    engine, model = engine_and_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_flags_come_back(family):
+    engine, model = engine_and_model(family)
     contract.flags_come_back(engine, model, [prompt(4)])
 
 
-def test_new_weights_are_seen():
-    engine, model = engine_and_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_new_weights_are_seen(family):
+    engine, model = engine_and_model(family)
     contract.new_weights_are_seen(engine, model, [prompt(n) for n in (3, 9)])
+
+
+def test_a_head_with_bias_scale_and_cap_is_that_of_the_model():
+    config = GraniteMoeConfig(**SMALL, num_local_experts=4, intermediate_size=24, logits_scaling=4.0)
+    for made in (config, Gemma2Config(**SMALL, head_dim=8, query_pre_attn_scalar=8, final_logit_softcapping=0.5)):
+        torch.manual_seed(0)
+        model = add_token_logps(AutoModelForCausalLM.from_config(made).float().eval())
+        engine = NativeEngine(model)
+        contract.sampled_logps_equal_the_training_forward(engine, model, [prompt(n) for n in (1, 9)], 0.8)
+        contract.greedy_equals_full_forward(engine, model, [prompt(n) for n in (1, 9)])
 
 
 def tokens(completions):
     return [[c.token_ids for c in group] for group in completions]
 
 
-def test_samples_depend_on_the_seed_and_the_prompt_alone():
-    engine, _ = engine_and_model()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_samples_depend_on_the_seed_and_the_prompt_alone(family):
+    engine, _ = engine_and_model(family)
     prompts = [prompt(n, index=100 + n) for n in range(1, 12)]
     sampling = SamplingParams(10, num_generations=3, seed=5)
     together = tokens(engine.generate(prompts, sampling))
@@ -128,10 +152,12 @@ def test_empty_and_overlong_prompts_are_refused(length):
         engine.generate([prompt(3), Prompt((5,) * length)], SamplingParams(4))
 
 
-def test_another_model_is_refused():
-    config = Qwen3MoeConfig(vocab_size=32, hidden_size=8, num_hidden_layers=1, num_experts=2, num_attention_heads=2)
-    with pytest.raises(TypeError, match="use HFEngine"):
-        NativeEngine(AutoModelForCausalLM.from_config(config))
+def test_a_model_that_carries_another_state_is_refused_and_gets_the_other_engine():
+    model = tiny_moe("qwen3_next")
+    with pytest.raises(TypeError, match="got Qwen3NextForCausalLM with layers of type linear_attention; use HFEngine"):
+        NativeEngine(model)
+    assert isinstance(default_engine(model, tokenizer()), HFEngine)
+    assert isinstance(default_engine(tiny_moe("mixtral"), tokenizer()), NativeEngine)
 
 
 @pytest.mark.parametrize(

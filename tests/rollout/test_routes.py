@@ -15,7 +15,9 @@ from grpo_moe.types import Completion, SamplingParams
 
 CPU = torch.device("cpu")
 PROMPTS = [prompt(n) for n in (1, 5, 12, 20)]
-ENGINES = ["native gptoss_lite", "hf gptoss_lite", "hf qwen3_moe", "hf gpt_oss"]
+ENGINES = [
+    "native gptoss_lite", "native qwen3_moe", "native gpt_oss", "hf gptoss_lite", "hf qwen3_moe", "hf gpt_oss"
+]  # fmt: skip
 STOP = [2, *range(10, 14)]  # so that sequences end at different times
 
 
@@ -28,7 +30,7 @@ def engine_of(name, dtype=torch.float32, **options):
 
 
 @pytest.mark.parametrize("max_rows", [3, 256])
-@pytest.mark.parametrize("name", [*ENGINES, "hf deepseek_v3"])
+@pytest.mark.parametrize("name", [*ENGINES, "native deepseek_v3", "hf deepseek_v3"])
 def test_routes_equal_the_training_forward(name, max_rows):
     engine = engine_of(name, max_rows=max_rows)
     contract.routes_equal_the_training_forward(engine, engine.model, PROMPTS)

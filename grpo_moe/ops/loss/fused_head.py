@@ -63,14 +63,26 @@ def token_logps(
 
 
 @torch.no_grad()
-def head_logits(hidden_states: torch.Tensor, lm_head_weight: torch.Tensor) -> torch.Tensor:
+def head_logits(
+    hidden_states: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+) -> torch.Tensor:
     """Logits [n, V] as :func:`token_logps` forms them: operands rounded alike, float32 (or float64) sums.
 
     For samplers, whose log-probabilities then equal those of the training forward.
+
+    Args:
+        hidden_states: [n, H].
+        weight, bias, logit_scale, softcap: of the head, as in :func:`token_logps`.
     """
-    operand_dtype, dtype = head_dtypes(hidden_states, lm_head_weight)
+    operand_dtype, dtype = head_dtypes(hidden_states, weight)
     with torch.autocast(hidden_states.device.type, enabled=False):
-        head = TorchHead(lm_head_weight.to(operand_dtype), None, HeadOptions(), dtype)
+        options = HeadOptions(logit_scale=logit_scale, softcap=softcap)
+        head = TorchHead(weight.detach().to(operand_dtype), bias, options, dtype)
         return head.logits(head.operand(hidden_states))
 
 
