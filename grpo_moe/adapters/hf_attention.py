@@ -6,10 +6,7 @@ import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
-from transformers.masking_utils import (
-    flex_attention_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
 from grpo_moe.ops.attention.flex import MIN_QUERIES, dense_mask, flex_sink_attention, room_for_graphs, supports_flex
 from grpo_moe.ops.attention.sdpa import sdpa_sink_attention

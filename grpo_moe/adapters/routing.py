@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from .routing_record import RoutingRecord, dead_experts, max_violation, scatter_tokens
+from .routing_rules import RouterRule, match_rule
 
 __all__ = ["RoutingRecord", "RoutingReplay", "dead_experts", "freeze_routers", "has_experts", "max_violation"]
 
@@ -51,7 +51,7 @@ class RoutingReplay:
         self._sinks: list[tuple[list[RoutingRecord], bool]] = []
         self._sums: list[torch.Tensor] | None = None
         self._sum_mask: torch.Tensor | None = None
-        self._rules: dict[int, _Rule] = {}
+        self._rules: dict[int, RouterRule] = {}
         self._handles = [
             base.register_forward_pre_hook(self._begin, with_kwargs=True),
             base.register_forward_hook(self._end, always_call=True),
@@ -183,7 +183,7 @@ class RoutingReplay:
             )
         if region is None and self._idle:
             return out
-        rule = self._rules.get(layer) or _match_rule(name, router, out)
+        rule = self._rules.get(layer) or match_rule(name, router, out)
         logits, weights, natural = (out[position] for position in rule.positions)
         if len(natural):  # without a token every rule matches
             self._rules[layer] = rule
@@ -281,91 +281,6 @@ class _Region:
 
     def __exit__(self, *error):
         self.owner._region = self.outer.pop()
-
-
-@dataclass(frozen=True)
-class _Rule:
-    """How a router makes weights from logits."""
-
-    positions: tuple[int, int, int]
-    """Of logits [N, E], weights [N, K] and experts [N, K] in the router's output."""
-    scores: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-    fp32: bool
-    """Whether scores are taken in fp32 (or wider), or in the dtype of the logits."""
-    normalise: bool
-    scale: float
-
-    def weights(self, logits: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        if self.fp32:
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        scores = self.scores(logits, chosen)
-        if self.normalise:  # replayed experts may all have underflown, which the router's own choice never does
-            scores = scores / scores.sum(-1, keepdim=True).clamp(min=1e-20)
-        return scores * self.scale
-
-    def probabilities(self, logits: torch.Tensor) -> torch.Tensor:
-        """[N, E] fp32 (or wider), summing to 1 over the experts."""
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.scores is not _sigmoid:
-            return logits.softmax(-1)
-        scores = logits.sigmoid()
-        return scores / scores.sum(-1, keepdim=True)
-
-
-def _softmax_all(logits, chosen):
-    return logits.softmax(-1).gather(1, chosen)
-
-
-def _softmax_chosen(logits, chosen):
-    return logits.gather(1, chosen).softmax(-1)
-
-
-def _sigmoid(logits, chosen):
-    return logits.sigmoid().gather(1, chosen)
-
-
-@torch.no_grad()
-def _match_rule(name: str, router: nn.Module, out: object) -> _Rule:
-    """The rule whose weights are nearest to the router's own; which output is which differs by model and version."""
-    matrices = [(i, x) for i, x in enumerate(out) if x.dim() == 2] if isinstance(out, tuple) else []
-    experts = [(i, x) for i, x in matrices if x.dtype == torch.int64]
-    floats = [(i, x) for i, x in matrices if x.is_floating_point()]
-    width = max((x.shape[1] for _, x in floats), default=0)
-    scales = {1.0, *(float(m.routed_scaling_factor) for m in router.modules() if hasattr(m, "routed_scaling_factor"))}
-    found = []
-    for (i, chosen), ((j, logits), (k, weights)) in itertools.product(experts, itertools.permutations(floats, 2)):
-        if logits.shape != (len(chosen), width) or weights.shape != chosen.shape:
-            continue
-        tolerance = max(1e-5, 4 * torch.finfo(logits.dtype).eps, 4 * torch.finfo(weights.dtype).eps)
-        scores = (_softmax_all, _softmax_chosen, _sigmoid)
-        for choice in itertools.product(scores, (True, False), (False, True), scales):
-            rule = _Rule((j, k, i), *choice)
-            error = _distance(rule.weights(logits, chosen).to(weights.dtype), weights)
-            if error <= tolerance:
-                found.append((error, rule))
-    if not found:
-        raise ValueError(
-            f"the router {name} ({type(router).__name__}) must return logits [N, E], experts [N, K] int64 and their "
-            "softmax or sigmoid weights [N, K], normalised or not, scaled or not, got matrices "
-            f"{[(list(x.shape), str(x.dtype)) for _, x in matrices]} that no such rule explains; it cannot be replayed"
-        )
-    least, best = min(found, key=lambda pair: pair[0])
-    probe = torch.arange(8.0 * width).sin().view(8, width)
-    first = torch.arange(out[best.positions[2]].shape[1]).expand(8, -1)
-    rivals = [rule for error, rule in found if error <= 2 * least + 1e-6]
-    if len(out[best.positions[2]]) and any(
-        _distance(rule.weights(probe, first), best.weights(probe, first)) > 1e-5 for rule in rivals
-    ):
-        raise ValueError(
-            f"the logits of router {name} must tell its rule of weights from others, got logits that fit several, as "
-            "of a router that is all zeros; initialise it, or call the model on more tokens first"
-        )
-    return best
-
-
-def _distance(made: torch.Tensor, expected: torch.Tensor) -> float:
-    """Largest difference over the largest value; 0 without values."""
-    return float((made - expected).abs().max() / expected.abs().max()) if len(expected) else 0.0
 
 
 def _find_routers(base: nn.Module) -> dict[int, tuple[str, nn.Module]]:
