@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from running import train, use_all_cores
-from tasks import Task, countdown_task, make_task
+from tasks import Task, countdown_task, make_task, vocabulary_of
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from grpo_moe.data import character_tokenizer
@@ -86,10 +86,9 @@ def train_published(
     use_all_cores(args)
     if recipe.tiny:
         task, tokenizer = tiny_task(args.seed), character_tokenizer(ALPHABET)
-        special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
         torch.manual_seed(args.seed)
         model = AutoModelForCausalLM.from_config(
-            tiny_config(vocab_size=len(tokenizer), **special, **TINY_MODEL, **tiny),
+            tiny_config(**vocabulary_of(tokenizer), **TINY_MODEL, **tiny),
             experts_implementation="grpo_moe",
             attn_implementation=attn_implementation,
         )

@@ -198,6 +198,12 @@ def dataset_task(name: str) -> Task:
     return Task(held_out["train"], held_out["test"], answer_reward)
 
 
+def vocabulary_of(tokenizer) -> dict[str, int]:
+    """Fields of a model's configuration that its tokenizer decides: vocab_size and the special tokens' ids."""
+    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
+    return {"vocab_size": len(tokenizer), **special}
+
+
 def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path, steps: int | None = None):
     """The embedded default's policy and tokenizer after the warm start, which is cached by its settings.
 
@@ -209,9 +215,8 @@ def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path, steps:
     """
     options = preset.warm_start if steps is None else replace(preset.warm_start, steps=steps)
     tokenizer = character_tokenizer(ALPHABET)
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos")}
     torch.manual_seed(seed)
-    model = GptOssLiteForCausalLM(GptOssLiteConfig(vocab_size=len(tokenizer), **special, **preset.model))
+    model = GptOssLiteForCausalLM(GptOssLiteConfig(**vocabulary_of(tokenizer), **preset.model))
     always_on = replace(preset.countdown, continue_probability=1.0)
 
     def demonstrations(step: int) -> list[tuple[str, str]]:

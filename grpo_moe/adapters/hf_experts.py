@@ -30,7 +30,7 @@ def run_experts(
     Raises:
         ValueError: experts that do something besides two projections and an activation; names them and it.
     """
-    if getattr(module, "has_post_expert_norm", False):
+    if not _can_run(module):
         raise ValueError(
             f'experts_implementation="{name}" cannot run {type(module).__name__}: it normalises the output of each '
             'expert (has_post_expert_norm must be False, got True); use transformers\' "grouped_mm" for this model'
@@ -49,6 +49,16 @@ def run_experts(
         impl=NAMES[name],
         **activation_of(module),
     )
+
+
+def can_run_experts(model: torch.nn.Module) -> bool:
+    """Whether the model has experts on transformers' interface, all of which :func:`run_experts` takes."""
+    experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
+    return bool(experts) and all(_can_run(module) for module in experts)
+
+
+def _can_run(module: torch.nn.Module) -> bool:
+    return not getattr(module, "has_post_expert_norm", False)
 
 
 def activation_of(module: torch.nn.Module) -> dict:

@@ -104,12 +104,13 @@ class RoutingRecord:
 
         Loads of micro-batches and processes add up: pass their sum to :func:`dead_experts` and :func:`max_violation`.
         """
-        layers, known = len(self.layers), self.indices >= 0
+        bins, known = len(self.layers) * self.num_experts, self.indices >= 0
         if token_mask is not None:
             known &= token_mask.bool()[..., None, None]
-        first = torch.arange(layers, device=self.indices.device)[:, None] * self.num_experts
-        assigned = (self.indices.long() + first)[known]
-        return torch.bincount(assigned, minlength=layers * self.num_experts).view(layers, self.num_experts)
+        first = torch.arange(len(self.layers), device=self.indices.device)[:, None] * self.num_experts
+        assigned = torch.where(known, self.indices.long() + first, bins).flatten()  # bincount would wait for the device
+        counts = assigned.new_zeros(bins + 1).scatter_add_(0, assigned, assigned.new_ones(1).expand_as(assigned))
+        return counts[:-1].view(len(self.layers), self.num_experts)
 
 
 def dead_experts(expert_load: torch.Tensor) -> torch.Tensor:

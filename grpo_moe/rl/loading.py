@@ -20,6 +20,7 @@ from transformers import (
 )
 
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
+from grpo_moe.adapters.hf_experts import can_run_experts
 from grpo_moe.adapters.hf_head import add_token_logps
 
 
@@ -79,10 +80,12 @@ def _add_adapters(policy: PreTrainedModel, peft_config: Any) -> Any:
 def without_adapters(adapters: Any) -> Iterator[None]:
     """PEFT's model with its adapters off; what was frozen stays frozen, which ``disable_adapter`` alone forgets."""
     trained = {p: p.requires_grad for p in adapters.parameters()}
-    with adapters.disable_adapter():
-        yield
-    for parameter, flag in trained.items():
-        parameter.requires_grad_(flag)
+    try:
+        with adapters.disable_adapter():
+            yield
+    finally:
+        for parameter, flag in trained.items():
+            parameter.requires_grad_(flag)
 
 
 def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
@@ -97,9 +100,7 @@ def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     policy = _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", **kwargs)
     if mxfp4 and kwargs["dtype"] != "auto":  # transformers 5.17 leaves the experts in bf16
         policy.to(kwargs["dtype"])
-    experts = [m for m in policy.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
-    refused = any(getattr(m, "has_post_expert_norm", False) for m in experts)
-    if experts and not refused and not hasattr(config, "moe_dispatch"):  # GPT-OSS-Lite says it in its config
+    if can_run_experts(policy) and not hasattr(config, "moe_dispatch"):  # GPT-OSS-Lite says it in its config
         policy.set_experts_implementation("grpo_moe")
     return policy
 

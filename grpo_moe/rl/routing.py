@@ -12,7 +12,6 @@ import torch
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel
 
-from grpo_moe.adapters.hf_head import check_head
 from grpo_moe.adapters.routing import (
     RoutingRecord,
     RoutingReplay,
@@ -69,11 +68,12 @@ class PolicyRouting:
         if args.freeze_router:
             freeze_routers(policy)
         close_routing(policy)
+        vocabulary = policy.config.get_text_config().vocab_size
         try:
             self.replay = RoutingReplay(policy)
             _OPEN[policy] = self.replay
-            with self.replay.record():
-                check_head(policy)  # any forward: the routers' rules are found
+            with self.replay.record(), torch.no_grad():  # any forward: the routers' rules are found
+                policy(input_ids=torch.arange(1, 5, device=policy.device)[None] % vocabulary, use_cache=False)
         except ValueError as error:
             close_routing(policy)
             needing = [name for name in asked if name != "freeze_router"]
@@ -93,13 +93,12 @@ class PolicyRouting:
 
     @contextmanager
     def scoring(self, batch: RolloutBatch, records: list[RoutingRecord]) -> Iterator[None]:
-        """Around a forward of the policy before its updates; leaves the routes of the batch's rows in ``records``."""
-        if self.replay is None:
+        """Around a forward of the policy before its updates; leaves routes that updates need in ``records``."""
+        kept = self.args.router_aux_loss_coef or self.args.routing_replay == "R2"
+        with self._replaying(batch), self.replay.record() if kept else nullcontext() as seen:
             yield
-            return
-        with self._replaying(batch), self.replay.record() as seen:
-            yield
-        records.append(seen[0].unpack(batch.attention_mask) if self.args.padding_free else seen[0])
+        if seen:
+            records.append(self._by_row(seen[0], batch))
 
     def scored(self, batch: RolloutBatch, records: Sequence[RoutingRecord], order: torch.Tensor) -> RolloutBatch:
         """The batch with what its updates need of the routes that scoring left, whose rows ran in ``order``."""
@@ -124,7 +123,7 @@ class PolicyRouting:
         summing = self._summing(mask, batch) if self.args.router_aux_loss_coef else nullcontext()
         with self._replaying(batch), self.replay.record(natural=True) as seen, summing as sums:
             yield routed
-        own = seen[0].unpack(batch.attention_mask) if self.args.padding_free else seen[0]
+        own = self._by_row(seen[0], batch)
         load = (own if batch.routes is None else batch.routes).expert_load(mask)
         self._load = load if self._load is None else self._load + load
         if batch.routes is not None:
@@ -153,6 +152,9 @@ class PolicyRouting:
             load = sum(loads)  # [L, E]
             metrics.add("routing/max_violation", max_violation(load).mean())
             metrics.add("routing/dead_experts", dead_experts(load).float().mean())
+
+    def _by_row(self, record: RoutingRecord, batch: RolloutBatch) -> RoutingRecord:
+        return record.unpack(batch.attention_mask) if self.args.padding_free else record
 
     def _replaying(self, batch: RolloutBatch):
         if batch.routes is None:

@@ -22,7 +22,7 @@ from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
-from grpo_moe.rollout.base import context_length
+from grpo_moe.rollout.base import checkpointed_modules, context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
 from .batch import batch_logps, batch_loss, collate, micro_batches, select, windows
@@ -211,7 +211,7 @@ class GRPOTrainer:
             if self.args.updates_per_rollout > 1:
                 batch = replace(batch, old_logps=old_logps)
             batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
-        if self.args.beta:
+        if self.reference is not None:
             with nullcontext() if self.adapters is None else without_adapters(self.adapters):
                 batch = replace(batch, ref_logps=self._logps(self.reference, batch))
         return batch
@@ -344,6 +344,7 @@ class GRPOTrainer:
         disable_dropout(policy)
         close_routing(policy)
         self.policy = add_token_logps(policy).to(self.accelerator.device)
+        self.reference = None
         if args.beta:  # adapters are switched off for it
             self.reference = reference_model(policy) if self.adapters is None else self.policy
         check_head(self.policy)
@@ -351,8 +352,7 @@ class GRPOTrainer:
         if args.padding_free:
             check_padding_free(self.policy)
         self.routing = PolicyRouting(self.policy, args)
-        already = any(getattr(module, "gradient_checkpointing", False) is True for module in policy.modules())
-        if args.gradient_checkpointing or already:  # renamed in transformers 5.24
+        if args.gradient_checkpointing or checkpointed_modules(policy):  # renamed in transformers 5.24
             enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
             enable(self.routing.checkpointing_kwargs)
         if self.adapters is not None and self.accelerator.is_main_process:

@@ -92,7 +92,7 @@ def uniforms(keys: torch.Tensor, steps: int) -> torch.Tensor:
 def rollout_mode(model: torch.nn.Module) -> Iterator[None]:
     """Evaluation mode without gradients and checkpointing; every module's own flags come back afterwards."""
     training = {module: module.training for module in model.modules()}
-    checkpointing = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
+    checkpointing = checkpointed_modules(model)
     model.eval()
     for module in checkpointing:
         module.gradient_checkpointing = False
@@ -104,6 +104,11 @@ def rollout_mode(model: torch.nn.Module) -> Iterator[None]:
             module.training = flag
         for module in checkpointing:
             module.gradient_checkpointing = True
+
+
+def checkpointed_modules(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Modules whose layers recompute in the backward pass, as transformers marks them."""
+    return [m for m in model.modules() if getattr(m, "gradient_checkpointing", False) is True]
 
 
 def _shift_right(z: torch.Tensor, bits: int) -> torch.Tensor:

@@ -35,12 +35,12 @@ class NativeEngine:
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer=None, *, max_rows: int = 1024):
-        states = layers_with_state(model.config.get_text_config()) if isinstance(model, PreTrainedModel) else ["none"]
-        if states:
-            raise TypeError(
-                "model must be a transformers causal LM that caches keys and values alone, got "
-                f"{type(model).__name__} with layers of type {', '.join(states)}; use HFEngine for other models"
-            )
+        rule = "model must be a transformers causal LM that caches keys and values alone, got "
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"{rule}{type(model).__name__}; pass one")
+        if states := layers_with_state(model.config.get_text_config()):
+            kinds = ", ".join(states)
+            raise TypeError(f"{rule}{type(model).__name__} with layers of type {kinds}; use HFEngine for other models")
         self.decoder = RingDecoder if isinstance(model, GptOssLiteForCausalLM) else CacheDecoder
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
         self.stop_ids = stop_token_ids(model, tokenizer)
