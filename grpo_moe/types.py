@@ -38,6 +38,8 @@ class SamplingParams:
     """Keep the k most likely tokens; 0 keeps all."""
     top_p: float = 1.0
     """Keep the smallest set of tokens whose probability reaches p; 1 keeps all."""
+    min_p: float = 0.0
+    """Keep tokens of at least this share of the most likely one's probability; 0 keeps all."""
     seed: int = 0
     """Same seed, same completions, whatever else is in the batch."""
     return_routes: bool = False
@@ -49,6 +51,12 @@ class SamplingParams:
         _require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or positive", self.temperature)
         _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
+        _require(0 <= self.min_p < 1, "min_p", "in [0, 1)", self.min_p)
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether some tokens can never be drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -53,8 +54,30 @@ def run_experts(
 
 def can_run_experts(model: torch.nn.Module) -> bool:
     """Whether the model has experts on transformers' interface, all of which :func:`run_experts` takes."""
-    experts = [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
+    experts = _experts_of(model)
     return bool(experts) and all(_can_run(module) for module in experts)
+
+
+@contextmanager
+def experts_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """The float32 weights of the experts in a lower precision, for many forwards under autocast to it.
+
+    Each forward would round them anew. Those under a parametrisation, as of PEFT, stay; so do experts that others run.
+    """
+    ours = getattr(model.config.get_text_config(), "_experts_implementation", None) in NAMES
+    weights = [p for m in _experts_of(model) for p in m.parameters(recurse=False)] if ours else []
+    own = {p: p.data for p in weights if p.dtype == torch.float32}
+    try:
+        for parameter, data in own.items():
+            parameter.data = data.to(dtype)
+        yield
+    finally:
+        for parameter, data in own.items():
+            parameter.data = data
+
+
+def _experts_of(model: torch.nn.Module) -> list[torch.nn.Module]:
+    return [m for m in model.modules() if hasattr(m, "is_transposed") and hasattr(m, "down_proj")]
 
 
 def _can_run(module: torch.nn.Module) -> bool:

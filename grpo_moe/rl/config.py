@@ -41,8 +41,8 @@ class GRPOConfig(LossConfig):
     - the loss is normalised by the exact token (or sequence) count of each optimiser step, over all micro-batches and
       processes, for every loss type; splitting a batch differently never changes the update (except under
       ``top_entropy_quantile``, which looks at one micro-batch);
-    - ``dynamic_sampling`` exists; ``top_k`` and ``top_p`` are refused in training, since the loss scores tokens under
-      the full distribution;
+    - ``dynamic_sampling`` exists; ``top_k``, ``top_p`` and ``min_p`` are refused in training, since the loss scores
+      tokens under the full distribution;
     - ``router_aux_loss_coef`` is 0 whatever the model's config says; the loss is that of a whole update (its tokens'
       probabilities now, times the load of each expert before the rollout's updates), each layer by itself;
     - one ``temperature`` scales the rollout's, the old, the reference and the current log-probabilities.
@@ -81,6 +81,7 @@ class GRPOConfig(LossConfig):
     max_completion_length: int = _option(256, "Longest completion in tokens; the constant of dr_grpo.")
     top_k: int = _option(0, "Must be 0 in training: see above.")
     top_p: float = _option(1.0, "Must be 1 in training: see above.")
+    min_p: float = _option(0.0, "Must be 0 in training: see above.")
     dynamic_sampling: bool = _option(False, "DAPO: drop groups whose rewards are all equal and sample others.")
     dynamic_sampling_max_rounds: int = _option(3, "Rollout rounds to fill a batch; then train on what there is.")
     dynamic_sampling_oversampling: float = _option(
@@ -231,6 +232,7 @@ class GRPOConfig(LossConfig):
         reason = "the loss scores tokens under the full distribution, so a truncated sampler would bias every ratio"
         yield self.top_k == 0, "top_k", "0 in training", reason
         yield self.top_p == 1, "top_p", "1 in training", reason
+        yield self.min_p == 0, "min_p", "0 in training", reason
         replays = self.routing_replay != "R2" or self.updates_per_rollout > 1
         rule = "none or R3 with one update a rollout"
         yield (

@@ -75,13 +75,13 @@ def sequence_keys(prompts: Sequence[Prompt], sampling: SamplingParams) -> torch.
     return torch.tensor(keys, dtype=torch.long)
 
 
-def uniforms(keys: torch.Tensor, steps: int) -> torch.Tensor:
-    """Uniform numbers in [0, 1), float64 [B, steps], a pure function of each key and step (SplitMix64).
+def uniforms(keys: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+    """Uniform numbers in [0, 1), float64, a pure function of each int64 key and step (SplitMix64); both broadcast.
 
     Source: Steele, Lea, Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
     """
     golden, mix1, mix2 = (_signed(c) for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
-    z = keys[:, None] + torch.arange(1, steps + 1, device=keys.device) * golden
+    z = keys + (steps + 1) * golden
     z = (z ^ _shift_right(z, 30)) * mix1
     z = (z ^ _shift_right(z, 27)) * mix2
     z = z ^ _shift_right(z, 31)

@@ -44,9 +44,10 @@ class HFEngine:
             ValueError: an empty prompt, one that fills the context, truncated sampling, or routes without experts.
         """
         prompts = as_prompts(prompts, context_length(self.model))
-        if sampling.top_k or sampling.top_p < 1:
+        if sampling.is_truncated:
             raise ValueError(
-                f"top_k and top_p must be 0 and 1 with HFEngine, got {sampling.top_k} and {sampling.top_p}; "
+                "top_k, top_p and min_p must be 0, 1 and 0 with HFEngine, got "
+                f"{sampling.top_k}, {sampling.top_p} and {sampling.min_p}; "
                 "its log-probabilities are those of the full distribution"
             )
         group = sampling.num_generations

@@ -7,12 +7,14 @@ import pytest
 import torch
 from safetensors import safe_open
 from tiny import tiny_config, tiny_model
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 from grpo_moe import GptOssLiteConfig, GptOssLiteForCausalLM
-from grpo_moe.models.gptoss_lite import RingCache, from_original, to_original_state_dict
+from grpo_moe.adapters.hf_decode import Decoder
+from grpo_moe.models.gptoss_lite import from_original, to_original_state_dict
 from grpo_moe.models.gptoss_lite.moe import load_balancing_loss
 from grpo_moe.models.gptoss_lite.rope import yarn_inverse_frequencies
+from grpo_moe.ops.attention import KVCache, LayerShape
 
 VECTORS = Path(__file__).parents[1] / "data" / "gptoss_lite_parity.safetensors"
 CONFIGURATIONS = ("base", "noyarn_untied_nosink", "lite_rope_defaults")
@@ -177,56 +179,26 @@ def test_windows_bind_on_even_layers_only():
     assert same.tolist() == [False] * 6 + [True] * 6
 
 
-def drive_cache(model, ids, chunks, cache, new_tokens=None):
-    """Logits of feeding ids to the model through a cache, a chunk of columns at a time."""
-    logits, start = [], 0
-    for width in chunks:
-        logits.append(model(ids[:, start : start + width], cache=cache).logits)
-        cache.commit()
-        start += width
-    return torch.cat(logits, dim=1)
-
-
-@pytest.mark.parametrize("chunks", [[1] * 20, [20], [4] + [1] * 16, [15] + [1] * 5, [7, 1, 5, 1, 6], [3, 10, 7]])
-def test_ring_cache_equals_the_full_forward(chunks):
+def test_steps_on_a_kv_cache_equal_the_full_forward_in_rows_of_different_lengths():
     model = tiny_model().double().eval()
-    ids = torch.randint(3, 30, (3, 20))
-    cache = RingCache(model.config, 3, 20, dtype=torch.float64)
-    torch.testing.assert_close(drive_cache(model, ids, chunks, cache), model(ids, use_cache=False).logits)
-    assert cache.keys[0].shape[2] == 6 and cache.keys[1].shape[2] == 20
-
-
-def test_ring_cache_holds_rows_of_different_lengths():
-    model = tiny_model().double().eval()
-    rows = [torch.randint(3, 30, (n,)) for n in (2, 9, 14)]
-    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(r) for r in rows], batch_first=True)
-    cache = RingCache(model.config, 3, 24, dtype=torch.float64)
-    model(ids, attention_mask=mask, cache=cache)
-    cache.commit()
-    cache.select(torch.tensor([2, 0, 0, 1]))
-    rows = [rows[2], rows[0], rows[0], rows[1]]
-    for _ in range(8):
-        new = torch.randint(3, 30, (4, 1))
-        logits = model(new, cache=cache).logits[:, -1]
-        cache.commit()
-        rows = [torch.cat([r, n]) for r, n in zip(rows, new, strict=True)]
-        expected = torch.stack([model(r[None], use_cache=False).logits[0, -1] for r in rows])
-        torch.testing.assert_close(logits, expected)
-
-
-def test_ring_cache_refuses_more_than_it_holds():
-    model = tiny_model().eval()
-    cache = RingCache(model.config, 1, 4)
-    with pytest.raises(ValueError, match="at most max_length=4, got 0 \\+ 5"):
-        model(torch.ones(1, 5, dtype=torch.long), cache=cache)
-
-
-def test_ring_cache_refuses_masks_that_it_cannot_serve():
-    model, ids = tiny_model().eval(), torch.ones(2, 4, dtype=torch.long)
-    for mask in (torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]), torch.ones(2, 7)):
-        with pytest.raises(ValueError, match="with padding on the right when a RingCache"):
-            model(ids, attention_mask=mask, cache=RingCache(model.config, 2, 8))
+    rows = [torch.randint(3, 30, (n,)) for n in (2, 6, 9, 14)]
+    ids, lengths = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True), torch.tensor([2, 6, 9, 14])
+    to = {"rows": torch.arange(4), "sources": torch.tensor([2, 0, 3, 1]), "lengths": lengths}
+    with torch.no_grad():
+        decoder = Decoder(model)
+        assert [decoder.layers[i].window for i in (0, 1)] == [6, None]
+        cache = KVCache(decoder.layers, 4, 24, device="cpu", dtype=torch.float64)
+        decoder.prefill(ids, lengths, lambda layer, *pair: cache.load(layer, *pair, **to))
+        cache.lengths.copy_(lengths[to["sources"]])
+        assert cache.keys[0].shape[2] == 6 and cache.keys[1].shape[2] == 24
+        rows = [rows[i] for i in to["sources"]]
+        for _ in range(9):
+            new = torch.randint(3, 30, (4,))
+            hidden = decoder.forward(new, cache)
+            cache.lengths += 1
+            rows = [torch.cat([r, n[None]]) for r, n in zip(rows, new, strict=True)]
+            expected = torch.stack([model.model(r[None], use_cache=False).last_hidden_state[0, -1] for r in rows])
+            torch.testing.assert_close(hidden, expected)
 
 
 def test_a_static_cache_is_refused():
@@ -238,15 +210,20 @@ def test_a_cache_is_refused_while_gradients_are_checkpointed():
     model = tiny_model()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
     with pytest.raises(ValueError, match="cache must be None while gradients are checkpointed"):
-        model(torch.ones(1, 4, dtype=torch.long), cache=RingCache(model.config, 1, 8))
+        model(torch.ones(1, 4, dtype=torch.long), cache=DynamicCache(config=model.config))
 
 
-def test_ring_cache_halves_the_memory_of_the_default_model():
+def test_windows_halve_the_memory_of_the_default_model():
     config = GptOssLiteConfig()
-    full = GptOssLiteConfig(layer_types=["full_attention"] * config.num_hidden_layers)
-    size, full_size = (RingCache(c, 1, 131_072, device="meta", dtype=torch.bfloat16).nbytes for c in (config, full))
-    assert full_size / size >= 1.9
-    assert size <= 1.2 * 2**30
+    windows = [config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types]
+
+    def gib(windows):
+        shape = (config.num_key_value_heads, config.head_dim, config.head_dim)
+        layers = {i: LayerShape(*shape, window) for i, window in enumerate(windows)}
+        return KVCache(layers, 1, 131_072, device="meta", dtype=torch.bfloat16).nbytes / 2**30
+
+    assert gib([None] * 12) / gib(windows) >= 1.9
+    assert gib(windows) <= 1.2
 
 
 @pytest.mark.parametrize("every", [1, 2, 3])

@@ -20,12 +20,12 @@ def splitmix64(seed, n):
 
 def test_uniforms_are_splitmix64():
     keys = [0, 1, -1, 2**63 - 1, -(2**63), 1234567]
-    drawn = uniforms(torch.tensor(keys), 5)
+    drawn = uniforms(torch.tensor(keys)[:, None], torch.arange(5))
     assert drawn.tolist() == [splitmix64(key, 5) for key in keys]
 
 
 def test_uniforms_are_uniform():
-    drawn = uniforms(torch.arange(200), 500)
+    drawn = uniforms(torch.arange(200)[:, None], torch.arange(500))
     assert 0 <= drawn.min() and drawn.max() < 1
     assert abs(drawn.mean() - 0.5) < 0.004 and abs(drawn.var() - 1 / 12) < 0.002
     assert abs(torch.corrcoef(drawn[:2])[0, 1]) < 0.15

@@ -77,5 +77,5 @@ def test_other_prompts_draw_other_numbers(model):
 
 
 def test_truncated_sampling_is_refused(model):
-    with pytest.raises(ValueError, match="top_k and top_p must be 0 and 1"):
+    with pytest.raises(ValueError, match="top_k, top_p and min_p must be 0, 1 and 0"):
         HFEngine(model, tokenizer()).generate([prompt(3)], SamplingParams(4, top_k=5))

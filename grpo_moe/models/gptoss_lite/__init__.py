@@ -2,7 +2,6 @@
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from .cache import RingCache
 from .configuration import GptOssLiteConfig
 from .modeling import GptOssLiteForCausalLM, GptOssLiteModel
 
@@ -17,7 +16,6 @@ __all__ = [
     "GptOssLiteConfig",
     "GptOssLiteForCausalLM",
     "GptOssLiteModel",
-    "RingCache",
     "from_original",
     "to_original_state_dict",
 ]

@@ -7,6 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
 from grpo_moe.ops import sink_attention
 
 from .rope import apply_rotary
@@ -56,7 +58,7 @@ class GptOssLiteAttention(nn.Module):
 
     def __init__(self, config, layer: int):
         super().__init__()
-        self.layer, self.kind = layer, config.layer_types[layer]
+        self.config, self.layer_idx, self.kind = config, layer, config.layer_types[layer]
         self.heads, self.kv_heads, self.head_dim = (
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -67,15 +69,22 @@ class GptOssLiteAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
         self.sinks = nn.Parameter(torch.zeros(self.heads)) if config.attention_sinks else None
 
-    def forward(self, hidden_states, rotary, masks: AttentionMasks, cache=None):
-        """hidden_states [B, T, hidden] -> [B, T, hidden]."""
+    def forward(self, hidden_states, rotary, masks: AttentionMasks | None, cache=None, kv_cache=None):
+        """hidden_states [B, T, hidden] -> [B, T, hidden]; no masks with ``kv_cache``, which has one token a row."""
         batch, width, _ = hidden_states.shape
         query = self.q_proj(hidden_states).view(batch, width, self.heads, self.head_dim).transpose(1, 2)
         key_value = self.kv_proj(hidden_states).view(batch, width, 2, self.kv_heads, self.head_dim)
         key, value = key_value.transpose(1, 3).unbind(2)  # each [B, kv_heads, T, D]
         query, key = apply_rotary(query, *rotary[self.kind]), apply_rotary(key, *rotary[self.kind])
         if cache is not None:
-            key, value = cache.update(key, value, self.layer)
+            key, value = cache.update(key, value, self.layer_idx)
         sinks = None if self.sinks is None else self.sinks.clamp(*SINK_RANGE)
-        out = sink_attention(query, key, value, mask=masks(self.kind, key.shape[2]), sinks=sinks)
-        return self.o_proj(out.transpose(1, 2).reshape(batch, width, -1))
+        mask = None if masks is None else masks(self.kind, key.shape[2])[:, None]
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        out, _ = attend(self, query, key, value, mask, s_aux=sinks, kv_cache=kv_cache)
+        return self.o_proj(out.reshape(batch, width, -1))
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, s_aux=None, **kwargs):
+    """transformers' attention function "eager": query [B, heads, T, D], bool mask [B, 1, T, S] -> [B, T, heads, D]."""
+    return sink_attention(query, key, value, mask=attention_mask[:, 0], sinks=s_aux).transpose(1, 2), None

@@ -10,8 +10,9 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
+from grpo_moe.ops.attention import KVCache
+
 from .attention import AttentionMasks, GptOssLiteAttention
-from .cache import RingCache
 from .configuration import GptOssLiteConfig
 from .convert import config_from_original, load_original_state_dict, original_state_dict
 from .moe import GptOssLiteExperts, GptOssLiteMoE, GptOssLiteRouter, load_balancing_loss
@@ -56,9 +57,9 @@ class GptOssLiteBlock(nn.Module):
         self.post_attention_layernorm = GptOssLiteRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = GptOssLiteMoE(config)
 
-    def forward(self, hidden_states, rotary, masks, token_mask=None, cache=None, pinned: PinnedRouting | None = None):
+    def forward(self, hidden_states, rotary, masks, token_mask=None, caches=(), pinned: PinnedRouting | None = None):
         """hidden_states [B, T, H] -> the same, router_logits [N, E], top_k_index [N, K]."""
-        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), rotary, masks, cache)
+        hidden_states = hidden_states + self.self_attn(self.input_layernorm(hidden_states), rotary, masks, *caches)
         chosen = None if pinned is None else pinned.top_k_index
         out, router_logits, top_k_index = self.mlp(self.post_attention_layernorm(hidden_states), token_mask, chosen)
         if pinned is not None:
@@ -114,29 +115,36 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         use_cache: bool | None = None,
         output_router_logits: bool | None = None,
         cache=None,
+        kv_cache: KVCache | None = None,
         **kwargs,
     ) -> GptOssLiteModelOutput:
         """Hidden states after the final norm.
 
         Args:
             input_ids, inputs_embeds: [B, T] or [B, T, H], one of the two.
-            attention_mask: [B, past + T], 0 for padding on either side. Padding reaches no expert. With a RingCache:
-                [B, T] of the new tokens, padded on the right.
+            attention_mask: [B, past + T], 0 for padding on either side. Padding reaches no expert.
             position_ids: [B, T] rotary positions. Without mask and cache, a position that does not follow the one
                 before it starts a new sequence of a packed row, and sequences do not see each other.
-            past_key_values, cache: a RingCache (begun by the caller) or any transformers Cache.
+            past_key_values, cache: any transformers Cache but static ones.
+            kv_cache: holds what came before instead, for one token [B, 1] in each of its first B rows; the caller
+                counts up its ``lengths`` and sets ``attn_implementation`` to "grpo_moe_cached".
             use_cache: make a transformers DynamicCache when none is given.
             output_router_logits: also return router logits and the load-balancing loss.
         """
         cache = past_key_values if cache is None else cache
         embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cache = self._default_cache(cache, use_cache)
-        masks, positions, token_mask = self._layout(embeds, attention_mask, position_ids, cache)
+        if kv_cache is None:
+            cache = self._default_cache(cache, use_cache)
+            masks, positions, token_mask = self._layout(embeds, attention_mask, position_ids, cache)
+        else:
+            masks, positions, token_mask = None, kv_cache.lengths[: len(embeds), None], None
         rotary = rotary_tables(self.config, positions, embeds.dtype)
 
         hidden_states, routes = embeds, []
         for index, block in enumerate(self.layers):
-            hidden_states, *route = self._run_block(index, block, hidden_states, rotary, masks, token_mask, cache)
+            hidden_states, *route = self._run_block(
+                index, block, hidden_states, rotary, masks, token_mask, (cache, kv_cache)
+            )
             routes.append(route)
         if output_router_logits is None:
             output_router_logits = self.config.output_router_logits
@@ -150,12 +158,12 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
             **{CACHE_FIELD: cache},
         )
 
-    def _run_block(self, index, block, hidden_states, rotary, masks, token_mask, cache):
+    def _run_block(self, index, block, hidden_states, rotary, masks, token_mask, caches):
         wrapped = self.gradient_checkpointing and torch.is_grad_enabled() and index % self.config.grad_ckpt_every == 0
         if not wrapped:
-            return block(hidden_states, rotary, masks, token_mask, cache)
+            return block(hidden_states, rotary, masks, token_mask, caches)
         return self._gradient_checkpointing_func(
-            block.__call__, hidden_states, rotary, masks, token_mask, None, PinnedRouting()
+            block.__call__, hidden_states, rotary, masks, token_mask, (), PinnedRouting()
         )
 
     def _default_cache(self, cache, use_cache):
@@ -175,14 +183,8 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         batch, width = embeds.shape[:2]
         if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
             raise ValueError(
-                "attention_mask must be a [B, past + T] tensor; static caches are not supported, use RingCache"
+                "attention_mask must be a [B, past + T] tensor; static caches are not supported, use grpo_moe.rollout.NativeEngine"
             )
-        if isinstance(cache, RingCache):
-            _check_right_padding(attention_mask, batch, width)
-            order = cache.begin(width, None if attention_mask is None else attention_mask.sum(1))
-            keys = lambda kind, _: cache.key_positions(kind)  # noqa: E731
-            return self._masks(order, keys), order.clamp(min=0), _padding(order, attention_mask)
-
         past = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None:
             order = torch.arange(past + width, device=embeds.device).expand(batch, -1)
@@ -195,12 +197,10 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         new = order[:, past:]
         packed = position_ids is not None and attention_mask is None and past == 0
         segments = _segments(position_ids.expand(batch, -1)) if packed else None
-        masks = self._masks(new, lambda _, num_keys: _last_columns(order, num_keys), segments)
+        keys = lambda _, num_keys: _last_columns(order, num_keys)  # noqa: E731
+        masks = AttentionMasks(new, keys, self.config.sliding_window, segments)
         positions = new.clamp(min=0) if position_ids is None else position_ids.expand(batch, -1)
         return masks, positions, _padding(new, attention_mask)
-
-    def _masks(self, order, keys, segments=None):
-        return AttentionMasks(order, keys, self.config.sliding_window, segments)
 
 
 class GptOssLiteForCausalLM(GptOssLitePreTrainedModel, GenerationMixin):
@@ -285,16 +285,6 @@ def _padding(order: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.
         return None
     real = order >= 0
     return None if bool(real.all()) else real
-
-
-def _check_right_padding(attention_mask: torch.Tensor | None, batch: int, width: int) -> None:
-    if attention_mask is None:
-        return
-    if tuple(attention_mask.shape) != (batch, width) or bool((attention_mask.int().diff(dim=1) > 0).any()):
-        raise ValueError(
-            f"attention_mask must be [B, T] = [{batch}, {width}] with padding on the right when a RingCache is used, "
-            f"got shape {tuple(attention_mask.shape)}"
-        )
 
 
 def _segments(position_ids: torch.Tensor) -> torch.Tensor:

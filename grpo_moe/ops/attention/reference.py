@@ -13,19 +13,21 @@ def sink_attention(
     mask: torch.Tensor,
     sinks: torch.Tensor | None = None,
     scale: float | None = None,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Grouped-query attention; each sink takes probability from its head and contributes no value.
 
     Args:
         query: [B, heads, T, D].
-        key, value: [B, kv_heads, S, D]; head h reads kv head ``h // (heads // kv_heads)``.
+        key, value: [B, kv_heads, S, D] and [B, kv_heads, S, DV]; head h reads kv head ``h // (heads // kv_heads)``.
         mask: bool, broadcastable to [B, T, S], True where the query may see the key. A query that sees no key gives
             zeros with a sink and an average of the values without; neither is NaN.
         sinks: [heads] logits, or None.
         scale: multiplies the scores; 1/sqrt(D) by default.
+        softcap: bounds them: softcap * tanh(score / softcap); None leaves them.
 
     Returns:
-        [B, heads, T, D] in the query's dtype; the softmax runs in fp32 or wider.
+        [B, heads, T, DV] in the query's dtype; the softmax runs in fp32 or wider.
 
     Source: gpt-oss model card (attention sinks), arXiv 2309.17453.
     """
@@ -35,6 +37,8 @@ def sink_attention(
     grouped = query.reshape(batch, kv_heads, group * queries, dim) * (dim**-0.5 if scale is None else scale)
     scores = (grouped @ key.transpose(-1, -2)).view(batch, kv_heads, group, queries, keys)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    if softcap is not None:
+        scores = softcap * (scores / softcap).tanh()
     scores = scores.masked_fill(~mask[:, None, None], torch.finfo(scores.dtype).min)
     if sinks is None:
         weights = scores.softmax(-1)
@@ -42,4 +46,4 @@ def sink_attention(
         columns = sinks.to(scores.dtype).view(1, kv_heads, group, 1, 1).expand(batch, -1, -1, queries, 1)
         weights = torch.cat([scores, columns], dim=-1).softmax(-1)[..., :-1]
     weights = weights.to(value.dtype).reshape(batch, kv_heads, group * queries, keys)
-    return (weights @ value).view(batch, heads, queries, dim)
+    return (weights @ value).view(batch, heads, queries, value.shape[-1])
