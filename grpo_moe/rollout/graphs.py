@@ -36,7 +36,7 @@ class StepGraphs:
 
 
 def bucket(rows: int) -> int:
-    """The number of rows to run for so many: a power of two or the middle between two of them, so that graphs are few."""
+    """Rows to run for so many: a power of two or the middle between two of them, so that graphs are few."""
     power = 1 << max(rows - 1, 0).bit_length()
     middle = 3 * power // 4
     return middle if rows <= middle and power >= 4 else power

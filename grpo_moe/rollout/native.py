@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -11,9 +12,9 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from grpo_moe.adapters.hf_decode import Decoder
-from grpo_moe.adapters.hf_experts import experts_in
+from grpo_moe.adapters.hf_experts import experts_in, experts_wait_for_host
 from grpo_moe.adapters.hf_head import head_of, layers_with_state
-from grpo_moe.adapters.routing import RoutingRecord, RoutingReplay
+from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.ops import head_logits
 from grpo_moe.ops.attention import KVCache
 from grpo_moe.types import Completion, Prompt, SamplingParams
@@ -23,6 +24,8 @@ from .graphs import StepGraphs, bucket
 from .routes import recording, routing_hooks
 from .rows import Rows, Where
 from .sampling import draw
+
+logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_LOOKS = 8
 """Steps of a GPU before the host looks which rows have finished: a look waits for the device."""
@@ -67,6 +70,13 @@ class NativeEngine:
         with rollout_mode(model):
             self._decoder = Decoder(model)
         self._batch: _Batch | None = None
+        if model.device.type == "cuda" and (name := experts_wait_for_host(model)):
+            logger.warning(
+                'Experts of %s run by "%s", which waits for the host: decode steps run eagerly, not as CUDA graphs. '
+                'Set experts_implementation="grpo_moe" (GPT-OSS-Lite: moe_dispatch="fused").',
+                type(model).__name__,
+                name,
+            )
 
     @property
     def kv_bytes(self) -> int:
@@ -180,7 +190,7 @@ class _Batch:
         self.head = head_of(model)
         if torch.is_autocast_enabled(device.type):
             self.head["weight"] = self.head["weight"].to(dtype)  # once, not at every step
-        self.graphs = StepGraphs(self._step, enabled=self.on_gpu)
+        self.graphs = StepGraphs(self._step, enabled=self.on_gpu and experts_wait_for_host(model) is None)
         self.longest, self.left = torch.zeros(2, self.num_rows, dtype=torch.long)
         # on the host, as if no row ever stopped: tokens that each row holds, and that it may still draw
         self.prompt_routes: dict[int, RoutingRecord] = {}

@@ -1,4 +1,4 @@
-"""The running sequences of a rollout: what was drawn and how far each may go, in tensors of fixed size on the device."""
+"""The running sequences of a rollout: what was drawn, and how far each may go, in device tensors of fixed size."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ import copy
 import pytest
 import torch
 from contract import sequences
-from test_native import FAMILIES, engine_and_model
+from test_native import FAMILIES
+from test_native import engine_and_model as made
 from tiny import prompt
 
 from grpo_moe.adapters.routing import RoutingReplay
@@ -14,6 +15,10 @@ from grpo_moe.types import SamplingParams
 
 pytestmark = pytest.mark.gpu
 PROMPTS = [prompt(n, index=n) for n in range(1, 23)]
+
+
+def engine_and_model(family):
+    return made(family, **({"moe_dispatch": "fused"} if family == "gptoss_lite" else {}))
 
 
 def largest_difference(model, prompts, completions, *, temperature=1.0, mean=False):
@@ -89,6 +94,8 @@ def test_bf16_weights_and_autocast(family):
 def test_a_gpu_that_is_full_is_an_error():
     _, model = engine_and_model("qwen3_moe")
     engine = NativeEngine(model.cuda())
-    engine._decoder.layers = {n: type(s)(10**9, s.key_dim, s.value_dim, None) for n, s in engine._decoder.layers.items()}
+    engine._decoder.layers = {
+        n: type(s)(10**9, s.key_dim, s.value_dim, None) for n, s in engine._decoder.layers.items()
+    }
     with pytest.raises(RuntimeError, match="must fit the GPU, got .* GiB"):
         engine.generate(PROMPTS, SamplingParams(4))

@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
-
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_moe.ops import sink_attention

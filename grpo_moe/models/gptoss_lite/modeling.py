@@ -183,7 +183,8 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         batch, width = embeds.shape[:2]
         if attention_mask is not None and (not isinstance(attention_mask, torch.Tensor) or attention_mask.dim() != 2):
             raise ValueError(
-                "attention_mask must be a [B, past + T] tensor; static caches are not supported, use grpo_moe.rollout.NativeEngine"
+                "attention_mask must be a [B, past + T] tensor; static caches are not supported, generate with "
+                "grpo_moe.rollout.NativeEngine"
             )
         past = cache.get_seq_length() if cache is not None else 0
         if attention_mask is None:

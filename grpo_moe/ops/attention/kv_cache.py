@@ -1,4 +1,4 @@
-"""Keys and values of sequences that grow by a token, in buffers of fixed size, so that a CUDA graph can replay a step."""
+"""Keys and values of sequences that grow by a token, in buffers of fixed size that a CUDA graph can replay over."""
 
 from __future__ import annotations
 
