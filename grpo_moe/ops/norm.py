@@ -12,7 +12,7 @@ from torch import nn
 from .triton_launch import INTERPRET, launch
 
 ROUNDINGS = ("normalized", "product", "one_plus")
-"""Of y = x / rms: weight * round(y), as Llama's; round(weight * y), as GPT-OSS's; round((1 + weight) * y), as Gemma's."""
+"""Of y = x / rms: weight * round(y) as Llama's, round(weight * y) as GPT-OSS's, round((1 + weight) * y) as Gemma's."""
 MAX_SIZE = 16_384
 
 

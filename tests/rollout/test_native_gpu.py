@@ -10,6 +10,7 @@ from test_native import engine_and_model as made
 from tiny import prompt
 
 from grpo_moe.adapters.routing import RoutingReplay
+from grpo_moe.ops.attention import LayerShape
 from grpo_moe.rollout import NativeEngine
 from grpo_moe.types import SamplingParams
 
@@ -94,8 +95,6 @@ def test_bf16_weights_and_autocast(family):
 def test_a_gpu_that_is_full_is_an_error():
     _, model = engine_and_model("qwen3_moe")
     engine = NativeEngine(model.cuda())
-    engine._decoder.layers = {
-        n: type(s)(10**9, s.key_dim, s.value_dim, None) for n, s in engine._decoder.layers.items()
-    }
+    engine._decoder.layers = {0: LayerShape(10**9, 64, 64, None)}
     with pytest.raises(RuntimeError, match="must fit the GPU, got .* GiB"):
         engine.generate(PROMPTS, SamplingParams(4))
