@@ -33,6 +33,12 @@ def yarn_inverse_frequencies(
     return base * (1 - ramp) + base / scale * ramp
 
 
+@lru_cache(maxsize=64)
+def _on_device(device: torch.device, *settings) -> torch.Tensor:
+    """The frequencies where they are needed: a CUDA graph cannot copy them there."""
+    return yarn_inverse_frequencies(*settings).to(device)
+
+
 def rotary_tables(config, positions: torch.Tensor, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Cosines and sines [B, T, head_dim // 2] by layer type, YaRN's magnitude scale included.
 
@@ -41,14 +47,15 @@ def rotary_tables(config, positions: torch.Tensor, dtype: torch.dtype) -> dict[s
         positions: [B, T] integer positions.
         dtype: of the activations; the tables have it or fp32, whichever is wider.
     """
-    frequencies = yarn_inverse_frequencies(
+    frequencies = _on_device(
+        positions.device,
         config.head_dim,
         config.rope_theta,
         config.yarn_scale_factor,
         config.yarn_original_max_position_embeddings,
         config.yarn_beta_fast,
         config.yarn_beta_slow,
-    ).to(positions.device)
+    )
     stretched = config.yarn_mscale and config.yarn_scale_factor > 1
     magnitude = 0.1 * math.log(config.yarn_scale_factor) + 1 if stretched else 1.0
     angles = positions[..., None].to(torch.promote_types(dtype, torch.float32)) * frequencies
