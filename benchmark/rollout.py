@@ -80,8 +80,8 @@ OURS = {"qwen3_moe": "grpo_moe", "gptoss_lite": "fused"}
 PEERS = {"qwen3_moe": "grouped_mm", "gptoss_lite": "fused"}
 TRUTH = {"qwen3_moe": "eager", "gptoss_lite": "stacked"}
 """Experts of native and of the training forward, of the peers, and of the full forwards of the check."""
-LIMITS = {"greedy_gap": 1e-4, "logp_error": 1e-5, "mean_logp_error": 2e-2, "entropy_z": 6.0}
-"""A gap of rounding is a tie."""
+LIMITS = {"greedy_gap": 1e-4, "logp_error": 1e-5, "mean_logp_error": 5e-2, "entropy_z": 6.0}
+"""A gap of rounding is a tie; in bf16 rounding sends some tokens to other experts than in training."""
 MISMATCH_LIMITS = {
     torch.float32: {"mean_abs": 1e-5, "max_abs": 1e-5, "kl": 1e-5},
     torch.bfloat16: {"mean_abs": 5e-3, "kl": 1e-4},
