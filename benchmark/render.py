@@ -13,6 +13,9 @@ POINT_FIELDS = {
     "single_pass": ("sweep", "E", "H", "I", "K", "t"),
     "ceiling": ("size",),
     "train_step": ("shape", "B", "T", "completion", "checkpointing"),
+    "rollout": ("shape", "batch", "prompt", "new_tokens"),
+    "rollout_profile": ("shape", "batch", "prompt", "new_tokens"),
+    "rollout_mismatch": ("shape", "dtype", "batch", "prompt", "new_tokens", "routes"),
 }
 """What makes a row of an op's table; its columns are the implementations."""
 ERROR_FIELDS = {
@@ -20,7 +23,11 @@ ERROR_FIELDS = {
     "moe_experts": ("rel_err",),
     "single_pass": ("rel_err",),
     "train_step": ("rel_err", "full_rel_err"),
+    "rollout": ("logp_error", "mean_logp_error", "greedy_gap", "entropy_z"),
+    "rollout_mismatch": ("mean_abs", "max_abs", "kl", "flip_rate"),
 }
+TIMES = ("ms", "ms_per_step", "device_ms_per_step")
+RATES = (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("tokens_per_s", "tokens/s"))
 """Errors against float64 truth, the largest of an implementation is shown."""
 ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")
 
@@ -76,8 +83,10 @@ def _errors(op: str, lines: list[dict]) -> list[str]:
 def _cell(line: dict) -> str:
     if "error" in line:
         return "failed"
-    text = f"{line['ms']:.4g} ms ({line['p20']:.4g}-{line['p80']:.4g})"
-    for name, unit in (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s")):
+    ms = next((line[name] for name in TIMES if name in line), None)
+    text = f"mean {line['mean_abs']:.1e}, KL {line['kl']:.1e}" if ms is None else f"{ms:.4g} ms"
+    text += f" ({line['p20']:.4g}-{line['p80']:.4g})" if "p20" in line else ""
+    for name, unit in RATES:
         text += f", {line[name]:.0f} {unit}" if name in line else ""
     return text if line.get("peak_gib") is None else f"{text}, {line['peak_gib']:.1f} GiB"
 

@@ -1,4 +1,4 @@
-"""Rollouts for any transformers causal language model: generate, then log-probabilities by the training forward."""
+"""Rollouts by transformers: generate or generate_batch, then log-probabilities by the training forward."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import torch
 from transformers import GenerationConfig
+from transformers.generation import ContinuousBatchingConfig
 
 from grpo_moe.adapters.hf_head import completion_logps
 from grpo_moe.adapters.routing import RoutingRecord
@@ -21,7 +22,7 @@ SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
 
 
 class HFEngine:
-    """Wraps ``model.generate``. Deterministic for one seed and one batch; unlike NativeEngine, the other rows matter.
+    """Any transformers causal LM. Deterministic for one seed and one batch; unlike NativeEngine, other rows matter.
 
     ``sampling_logps`` are the full distribution's at the sampling temperature, from one training-style forward, so
     ``top_k`` and ``top_p`` are refused: their truncated distribution would differ from it. With ``return_routes`` that
@@ -31,17 +32,22 @@ class HFEngine:
         model: a transformers causal LM prepared by :func:`grpo_moe.adapters.hf_head.add_token_logps`.
         tokenizer: for text, pad and EOS ids.
         max_rows: sequences generated at once.
+        continuous_batching: ``model.generate_batch`` instead of ``model.generate``, with a new manager for every batch:
+            a kept one would serve keys and values of earlier weights. Without routes.
     """
 
-    def __init__(self, model, tokenizer, *, max_rows: int = 256):
+    def __init__(self, model, tokenizer, *, max_rows: int = 256, continuous_batching: bool = False):
         self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.continuous_batching = continuous_batching
         self.stop_ids = stop_token_ids(model, tokenizer)
 
     def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
         """Completions [P][G].
 
         Raises:
-            ValueError: an empty prompt, one that fills the context, truncated sampling, or routes without experts.
+            ValueError: an empty prompt, one that fills the context, truncated sampling, routes without experts or with
+                continuous batching.
+            RuntimeError: continuous batching failed for a sequence.
         """
         prompts = as_prompts(prompts, context_length(self.model))
         if sampling.is_truncated:
@@ -49,6 +55,11 @@ class HFEngine:
                 "top_k, top_p and min_p must be 0, 1 and 0 with HFEngine, got "
                 f"{sampling.top_k}, {sampling.top_p} and {sampling.min_p}; "
                 "its log-probabilities are those of the full distribution"
+            )
+        if sampling.return_routes and self.continuous_batching:
+            raise ValueError(
+                "return_routes must be False with continuous_batching, got True: its forwards mix sequences; use "
+                "NativeEngine, or HFEngine without it"
             )
         group = sampling.num_generations
         per_turn = max(1, self.max_rows // group)
@@ -80,17 +91,47 @@ class HFEngine:
             do_sample=sampling.temperature > 0,
             **({"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0} if sampling.temperature else {}),
         )
+        rows = [p for p in prompt_ids for _ in range(sampling.num_generations)]
         own = self.model.generation_config
         try:
             self.model.generation_config = config  # generate() fills what a given config leaves open from the model's
             with recording(routing) as forwards:
-                generated = self.model.generate(ids, attention_mask=mask, generation_config=config)
+                if self.continuous_batching:
+                    generated = self._continuous(rows, config)
+                else:
+                    made = self.model.generate(ids, attention_mask=mask, generation_config=config)
+                    generated = made[:, ids.shape[1] :].tolist()
         finally:
             self.model.generation_config = own
-        completions = [_cut(row, self.stop_ids) for row in generated[:, ids.shape[1] :].tolist()]
-        rows = [p for p in prompt_ids for _ in range(sampling.num_generations)]
+        completions = [_cut(row, self.stop_ids) for row in generated]
         routes = _routes(forwards, rows, completions) if forwards else [None] * len(rows)
         return self._scored(rows, completions, routes, sampling, routing)
+
+    def _continuous(self, rows, config) -> list[list[int]]:
+        """Tokens drawn for each prompt of ``rows`` by continuous batching."""
+        single = GenerationConfig.from_dict({**config.to_dict(), "num_return_sequences": 1})
+        made = self.model.generate_batch(
+            [row.tolist() for row in rows],
+            generation_config=single,
+            continuous_batching_config=ContinuousBatchingConfig(
+                allow_block_sharing=False, **self._memory(rows, config)
+            ),
+        )
+        outputs = list(made.values())
+        faults = [output.error or "no token" for output in outputs if output.error or not output.generated_tokens]
+        if faults or len(outputs) != len(rows):  # it returns empty completions where its worker fails
+            raise RuntimeError(
+                f"generate_batch must complete all {len(rows)} sequences, got {len(outputs) - len(faults)}, "
+                f"{faults[:1] or 'the others missing'}; use HFEngine without continuous_batching, or NativeEngine"
+            )
+        return [list(output.generated_tokens) for output in outputs]
+
+    def _memory(self, rows, config) -> dict:
+        """Half of a GPU; on a CPU no more than is needed, since it is zeroed."""
+        if self.model.device.type != "cpu":
+            return {"max_memory_percent": 0.5}
+        longest = max(map(len, rows)) + config.max_new_tokens
+        return {"block_size": 32, "num_blocks": len(rows) * (longest // 32 + 1), "max_batch_tokens": 512}
 
     def _scored(self, prompt_rows, completions, routes, sampling, routing):
         made = []

@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import contract
 import pytest
 import torch
@@ -69,6 +71,37 @@ def test_only_our_own_options_shape_the_sampling(model):
     (group,) = engine.generate([prompt(4)], SamplingParams(1, num_generations=64))
     assert len({c.token_ids for c in group}) > 3
     assert model.generation_config.min_p == 0.9
+
+
+@pytest.fixture
+def batching():
+    model = add_token_logps(qwen3_moe().float().eval())
+    return HFEngine(model, tokenizer(), continuous_batching=True), model
+
+
+def test_continuous_batching_passes_the_contract(batching):
+    engine, model = batching
+    contract.greedy_equals_full_forward(engine, model, [prompt(n) for n in (1, 4, 9)])
+    contract.sampled_logps_equal_the_training_forward(engine, model, [prompt(n) for n in (1, 5, 12)], 0.7)
+    contract.flags_come_back(engine, model.eval(), [prompt(4)])
+    contract.new_weights_are_seen(engine, model.eval(), [prompt(n) for n in (3, 9)])
+
+
+def test_continuous_batching_repeats_a_seed_and_refuses_routes(batching):
+    engine, _ = batching
+    made = [engine.generate([prompt(3), prompt(5)], SamplingParams(8, num_generations=2, seed=s)) for s in (1, 1, 2)]
+    assert made[0] == made[1] != made[2]
+    with pytest.raises(ValueError, match="return_routes must be False with continuous_batching"):
+        engine.generate([prompt(3)], SamplingParams(4, return_routes=True))
+
+
+def test_continuous_batching_does_not_hide_a_fault(batching, monkeypatch):
+    engine, model = batching
+    failed = SimpleNamespace(error="out of blocks", generated_tokens=[])
+    for made, found in (({"a": failed}, "out of blocks"), ({}, "the others missing")):
+        monkeypatch.setattr(model, "generate_batch", lambda *args, made=made, **kwargs: made)
+        with pytest.raises(RuntimeError, match=f"must complete all 1 sequences, got 0, .*{found}"):
+            engine.generate([prompt(3)], SamplingParams(4))
 
 
 def test_other_prompts_draw_other_numbers(model):
