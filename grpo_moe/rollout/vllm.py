@@ -298,6 +298,11 @@ class _Client:
                 "VLLM_SERVER_DEV_MODE=1"
             )
         text = error.read().decode(errors="replace")[:500]
+        if "Out of range float values" in text:  # its JSON has no NaN: an expert that never came is whatever was there
+            return RuntimeError(
+                f"log-probabilities at {self.url} must be finite, got NaN or infinity; its weights are incomplete or "
+                "wrongly mapped: do not train on its rollouts"
+            )
         if error.code == 400:
             return ValueError(f"{path} must suit the model served at {self.url}, got {text}; serve this model")
         return RuntimeError(f"{path} must succeed at {self.url}, got {error.code} {text}; see the server's log")

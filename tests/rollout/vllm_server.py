@@ -224,7 +224,10 @@ def _handler(server):
                 status, content = 200, server.answer(method, self.path, json.loads(sent) if sent else None, self.key)
             except Refused as error:
                 status, content = error.status, {"error": {"message": str(error)}}
-            data = json.dumps(content).encode()
+            try:
+                data = json.dumps(content, allow_nan=False).encode()
+            except ValueError:
+                status, data = 400, b'{"error": {"message": "Out of range float values are not JSON compliant"}}'
             self.send_response(status)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
