@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 SCALES = ("group", "batch", "none")
@@ -46,6 +48,37 @@ def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps:
     elif scale == "batch":
         centred = centred / (_std(rewards[scorable]) + eps)
     return centred.float()
+
+
+def decoupled_advantages(values: torch.Tensor, weights: Sequence[float], *, eps: float = 1e-4) -> torch.Tensor:
+    """Several rewards, each normalised in its group, weighted and added, then normalised over the batch.
+
+    A reward on a large scale cannot drown another. Where a function did not score a completion it adds nothing; a
+    completion that none scored, and a group in which none tells two completions apart, gets exactly 0.
+
+    Args:
+        values: [F, P, G] of each reward function, NaN where it did not score; of the global batch.
+        weights: [F].
+        eps: added to deviations, positive.
+
+    Returns:
+        [P, G] fp32.
+
+    Raises:
+        ValueError: as :func:`group_advantages`, for each function.
+
+    Source:
+        GDPO (2601.05242); TRL's ``multi_objective_aggregation="normalize_then_sum"``.
+    """
+    total = torch.zeros(values.shape[1:], dtype=torch.float64)
+    for weight, rewards in zip(weights, values, strict=True):
+        total += weight * group_advantages(rewards, scale="group", eps=eps).double()
+    scored = ~values.isnan().all(0)
+    tells = torch.stack([reward_spread(rewards) for rewards in values]).amax(0)[:, None] > 0
+    if not scored.any():
+        return total.float()
+    centred = total - total[scored].mean()
+    return torch.where(scored & tells, centred / (_std(total[scored]) + eps), 0.0).float()
 
 
 def reward_spread(rewards: torch.Tensor) -> torch.Tensor:

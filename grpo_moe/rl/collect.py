@@ -15,7 +15,7 @@ from grpo_moe.rewards import RewardCaller, soft_overlong_penalty
 from grpo_moe.rollout import RolloutEngine
 from grpo_moe.types import Completion, Message, Prompt, SamplingParams
 
-from .advantages import group_advantages, reward_spread
+from .advantages import decoupled_advantages, group_advantages, reward_spread
 from .batch import Group
 from .config import MAX_OVERSAMPLING, GRPOConfig
 from .metrics import PhaseTimer
@@ -85,13 +85,21 @@ class Collector:
 
     def advantages(self, groups: Sequence[Group]) -> torch.Tensor:
         """Advantages [P, G] of this process's groups; a "batch" scale is taken over all processes."""
-        everyone = gather_object([[g.rewards.tolist() for g in groups]])
+        everyone = gather_object([[self._parts(g) for g in groups]])
         mine = sum(len(part) for part in everyone[: self.accelerator.process_index])
-        rewards = [row for part in everyone for row in part]
+        parts = [row for part in everyone for row in part]  # [P][F + 2][G]
         if not groups:
             return torch.zeros(0, self.args.num_generations)
-        scaled = group_advantages(torch.tensor(rewards, dtype=torch.float64), scale=self.args.scale_rewards)
+        rewards, *values = torch.tensor(parts, dtype=torch.float64).unbind(1)
+        if self.args.multi_objective_aggregation == "normalize_then_sum":
+            scaled = decoupled_advantages(torch.stack(values), [*self.rewards.weights, 1.0])
+        else:
+            scaled = group_advantages(rewards, scale=self.args.scale_rewards)
         return scaled[mine : mine + len(groups)]
+
+    def _parts(self, group: Group) -> list[list[float]]:
+        """Rewards [G], then what each function said, then the shaping."""
+        return [group.rewards.tolist(), *group.values, (group.rewards - group.scores).tolist()]
 
     def _prompts_to_draw(self, wanted, kept, generated):
         """Prompts for the next round: those missing, and more in the measure in which groups were dropped so far."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import difflib
+import functools
 import math
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
 
@@ -92,7 +95,17 @@ class GRPOConfig(LossConfig):
         None, "DAPO's soft overlong punishment over the last this many tokens before max_completion_length."
     )
 
-    # Advantages
+    # Reference
+    sync_ref_model: bool = _option(False, "Move the reference of the KL term toward the policy now and then (TR-DPO).")
+    ref_model_mixup_alpha: float = _option(0.6, "Share of the policy in the reference after a move.")
+    ref_model_sync_steps: int = _option(512, "Updates between moves.")
+
+    # Rewards and advantages
+    reward_on_error: str = _option("raise", "raise: a fault of a reward function ends the run; skip: drop its groups.")
+    reward_timeout: float | None = _option(None, "Seconds that one call of a reward function may take.")
+    multi_objective_aggregation: str = _option(
+        "sum_then_normalize", "Of several rewards; normalize_then_sum is GDPO: each by its own spread."
+    )
     scale_rewards: str = _option("group", "Divide advantages by the std of the group, the batch, or none.")
 
     # Optimiser
@@ -117,12 +130,17 @@ class GRPOConfig(LossConfig):
     # Evaluation
     eval_on_start: bool = _option(True, "Evaluate before training (when there is an eval_dataset).")
     eval_steps: int | None = _option(None, "Evaluate every this many updates, besides the start and the end.")
+    num_generations_eval: int = _option(1, "Sampled completions of each evaluation prompt: pass@k up to it.")
     eval_temperature: float = _option(1.0, "Temperature of the sampled evaluation; greedy is always reported too.")
     pass_threshold: float = _option(1.0, "A completion passes when its total reward is at least this.")
 
     # Checkpoints and logs
     save_steps: int | None = _option(None, "Checkpoint every this many updates; unset: only when interrupted.")
-    save_total_limit: int = _option(2, "Checkpoints to keep.")
+    save_total_limit: int = _option(2, "Checkpoints to keep, besides the best.")
+    metric_for_best_model: str | None = _option(
+        None, "Evaluation metric by which the best checkpoint is kept, as eval_pass_rate."
+    )
+    greater_is_better: bool = _option(True, "Whether the best is the largest.")
     resume_from_checkpoint: str | None = _option(
         None, "Folder of a checkpoint, or 'latest' (also without a value).", nargs="?", const="latest"
     )
@@ -171,6 +189,8 @@ class GRPOConfig(LossConfig):
         choices = {
             "lr_scheduler_type": SCHEDULES,
             "routing_replay": ["none", "R2", "R3"],
+            "reward_on_error": ["raise", "skip"],
+            "multi_objective_aggregation": ["sum_then_normalize", "normalize_then_sum"],
             "report_to": [None, "none", *(kind.value for kind in LoggerType)],
         }
         for name, known in choices.items():
@@ -191,6 +211,8 @@ class GRPOConfig(LossConfig):
                     "save_total_limit",
                     "eval_steps",
                     "save_steps",
+                    "ref_model_sync_steps",
+                    "num_generations_eval",
                 ),
                 (1, "give a positive number"),
             ),
@@ -218,8 +240,10 @@ class GRPOConfig(LossConfig):
         rule = f"in 1..{MAX_OVERSAMPLING:g}"
         fits = 1 <= self.dynamic_sampling_oversampling <= MAX_OVERSAMPLING
         yield fits, "dynamic_sampling_oversampling", rule, "1 draws as many prompts as are needed"
-        seconds = self.max_train_seconds
-        yield seconds is None or seconds > 0, "max_train_seconds", "positive", "leave it out for no limit"
+        for name in ("max_train_seconds", "reward_timeout"):
+            seconds = getattr(self, name)
+            yield seconds is None or seconds > 0, name, "positive", "leave it out for no limit"
+        yield 0 < self.ref_model_mixup_alpha <= 1, "ref_model_mixup_alpha", "in (0, 1]", "TR-DPO takes 0.6"
 
     def _own_combinations(self):
         rows = self.per_device_train_batch_size * self.steps_per_generation
@@ -241,10 +265,57 @@ class GRPOConfig(LossConfig):
             rule,
             "there is no earlier policy: raise num_iterations or steps_per_generation",
         )
+        synced = not self.sync_ref_model or self.beta > 0
+        yield synced, "sync_ref_model", "False without beta", "there is no reference: set beta"
+        fits = self.multi_objective_aggregation == "sum_then_normalize" or resolve_scale(self.scale_rewards) == "group"
+        yield fits, "multi_objective_aggregation", "sum_then_normalize with this scale_rewards", "GDPO scales by group"
         cache = self.overlong_cache_length
         in_range = cache is None or 1 <= cache <= self.max_completion_length
         rule = f"in 1..max_completion_length = {self.max_completion_length}"
         yield in_range, "overlong_cache_length", rule, "leave it out for no punishment"
+
+
+TRL_OPTIONS = {
+    "use_vllm": "pass rollout_engine=VLLMEngine(...) to GRPOTrainer",
+    "vllm_mode": "pass rollout_engine=VLLMEngine(...) to GRPOTrainer",
+    "vllm_importance_sampling_correction": "set sampler_correction",
+    "vllm_importance_sampling_mode": "set sampler_correction",
+    "vllm_importance_sampling_clip_max": "set sampler_clip_max",
+    "use_transformers_continuous_batching": "pass rollout_engine=HFEngine(..., continuous_batching=True)",
+    "generation_batch_size": "set steps_per_generation",
+    "max_prompt_length": "filter the dataset: prompts are never cut",
+    "reward_weights": "pass reward_weights to GRPOTrainer",
+    "model_init_kwargs": "load the model and pass it",
+    "num_train_epochs": "set max_steps",
+    "logging_steps": "every rollout is logged",
+    "eval_strategy": "set eval_steps",
+    "save_strategy": "set save_steps",
+    "fp16": "set bf16",
+    "use_liger_kernel": "leave it out: the loss is fused with the head already",
+    "use_liger_loss": "leave it out: the loss is fused with the head already",
+    "cast_lm_head_to_fp32": "leave it out: the head's sums are float32 already",
+    "disable_dropout": "leave it out: dropout is always off",
+    "remove_unused_columns": "leave it out: all columns reach the reward functions",
+    "repetition_penalty": "leave it out: the loss could not mirror it",
+    "generation_kwargs": "leave them out: the loss could not mirror them",
+    "entropy_coef": "use top_entropy_quantile or epsilon_high",
+}
+"""Options of TRL that we do not have, and what to do instead."""
+
+
+def _naming_unknown_options(init: Callable) -> Callable:
+    @functools.wraps(init)
+    def wrapped(self, **options: Any) -> None:
+        for name in options.keys() - {f.name for f in dataclasses.fields(self)}:
+            close = difflib.get_close_matches(name, [f.name for f in dataclasses.fields(self)], 1)
+            fix = TRL_OPTIONS.get(name) or (f"did you mean {close[0]}?" if close else "see the help of GRPOConfig")
+            raise ValueError(f"{name} must be an option of {type(self).__name__}, got {options[name]!r}; {fix}")
+        init(self, **options)
+
+    return wrapped
+
+
+GRPOConfig.__init__ = _naming_unknown_options(GRPOConfig.__init__)
 
 
 def parse_args(

@@ -11,11 +11,14 @@ import torch
 from accelerate import Accelerator
 
 from .batch import Group
-from .collect import as_prompted
+from .collect import Rollout, as_prompted
 from .config import GRPOConfig
 from .display import Display, NullDisplay, make_display
-from .metrics import MetricsWriter, read_metrics
+from .evaluation import rollout_metrics
+from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 from .report import plot_curves, versions, write_completions, write_summary
+from .routing import PolicyRouting
+from .waterfall import add_waterfall
 
 SAMPLES_SHOWN = 3
 
@@ -52,6 +55,30 @@ class RunRecord:
             self._writer.write(line)
         self._display.update(step, line)
         self.accelerator.log(line, step=step)
+
+    def warn(self, text: str) -> None:
+        """One loud line on the terminal, from the main process."""
+        self._display.message(f"WARNING: {text}")
+
+    def step_metrics(
+        self, metrics: Metrics, rollout: Rollout, routing: PolicyRouting, timer: PhaseTimer
+    ) -> dict[str, float]:
+        """What the losses of a step left in ``metrics``, and the rest that is known of it, over all processes."""
+        for name, (value, weight) in rollout_metrics(
+            rollout.generated, self.reward_names, self.args.pass_threshold
+        ).items():
+            metrics.add(name, value, weight)
+        routing.finish(metrics)
+        add_waterfall(metrics, rollout, self.args)
+        metrics.add("sampling/rounds", rollout.rounds)
+        metrics.add_sum("sampling/groups_kept", len(rollout.kept))
+        metrics.add_sum("sampling/groups_generated", len(rollout.generated))
+        for phase, seconds in timer.step_seconds().items():
+            metrics.add(f"seconds/{phase}", seconds)
+        reduced = metrics.reduce(self.accelerator)
+        if square := reduced.pop("sampling_ratio_square_mean", 0.0):
+            reduced["sampling_effective_size"] = reduced["sampling_ratio_mean"] ** 2 / square
+        return reduced
 
     def show(self, groups: list[Group]) -> None:
         """Some completions on the terminal."""

@@ -6,62 +6,39 @@ import math
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
-from grpo_moe.adapters.hf_attention import check_sinks
-from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
+from grpo_moe.adapters.coverage import unreached_adapters
 from grpo_moe.data import PromptSource
 from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
-from grpo_moe.rollout.base import checkpointed_modules, context_length
+from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
-from .batch import batch_logps, batch_loss, collate, micro_batches, select, windows
+from .batch import batch_loss, collate, select
+from .callbacks import Callbacks
 from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
 from .collect import Collector
 from .config import GRPOConfig
-from .evaluation import evaluate, rollout_metrics
+from .evaluation import evaluate
+from .guards import out_of_memory_explained, rollout_warnings
 from .interrupt import InterruptGuard
 from .launch import runs_on_cpu, world_size
-from .loading import (
-    check_vocabulary,
-    disable_dropout,
-    load_policy,
-    load_tokenizer,
-    reference_model,
-    without_adapters,
-)
+from .loading import check_vocabulary, load_policy, load_tokenizer
 from .metrics import Metrics, PhaseTimer
+from .policy import Policy
 from .record import RunRecord
-from .routing import PolicyRouting, close_routing
-
-MAX_SKIPPED_IN_A_ROW = 3
-
-
-@dataclass
-class TrainerState:
-    """What a checkpoint keeps besides weights and optimiser: all randomness is a function of it and the seed."""
-
-    run_id: str = ""
-    step: int = 0
-    """Optimiser updates counted, skipped ones included."""
-    rollouts: int = 0
-    train_seconds: float = 0.0
-    """Of training steps, over all resumes; evaluation apart."""
-    skipped_updates: int = 0
-    skipped_in_a_row: int = 0
-    evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
-    """By name: "before" and "after"."""
-    phase_seconds: dict[str, float] = field(default_factory=dict)
+from .state import TrainerState
+from .waterfall import add_loss_stats
+from .windows import Window, deal_windows
 
 
 class GRPOTrainer:
@@ -74,6 +51,8 @@ class GRPOTrainer:
         train_dataset: rows with a ``prompt`` (text or chat messages); other columns go to the reward functions.
         eval_dataset: the same for evaluation, or None.
         processing_class: the tokenizer; by default the one that stands with the model.
+        callbacks: of transformers.TrainerCallback; see :class:`grpo_moe.rl.callbacks.Callbacks`.
+        optimizers: an optimiser of the model's parameters and a schedule, instead of AdamW and that of the options.
         peft_config: adapters to train instead of the model, as peft.LoraConfig; the reference is the model without.
         reward_weights: one number a reward function; all 1 by default.
         rollout_engine: generates completions; by default that of :func:`grpo_moe.rollout.default_engine`.
@@ -90,6 +69,8 @@ class GRPOTrainer:
         train_dataset: Sequence[dict],
         eval_dataset: Sequence[dict] | None = None,
         processing_class: str | PreTrainedTokenizerBase | None = None,
+        callbacks: Sequence[Any] | None = None,
+        optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None),
         *,
         peft_config: Any = None,
         reward_weights: Sequence[float] | None = None,
@@ -134,9 +115,16 @@ class GRPOTrainer:
             )
         self.accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
         self.record = RunRecord(self.accelerator, args, self.rewards.names)
-        self._prepare(policy)
+        self._prepared = Policy(policy, self.adapters, args, self.accelerator)
+        self.policy, self.reference, self.routing = policy, self._prepared.reference, self._prepared.routing
+        optimizer, self.scheduler = self._prepared.optimizers(optimizers)
+        self.accelerator.register_for_checkpointing(self.scheduler)  # prepared, it would be stepped once a process
+        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
+        self.model.train()
         engine = rollout_engine or default_engine(self.policy, self.tokenizer)
         self.collector = Collector(engine, self.rewards, args, self.accelerator, self.timer)
+        given = {"model": policy, "processing_class": self.tokenizer, "optimizer": optimizer}
+        self.callbacks = Callbacks(callbacks, args, lr_scheduler=self.scheduler, **given)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
         """Trains until ``max_steps`` or ``max_train_seconds`` and returns the summary that it also writes.
@@ -151,23 +139,30 @@ class GRPOTrainer:
         self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
         display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
-        with display, InterruptGuard() as guard:
+        with display, InterruptGuard() as guard, out_of_memory_explained(self.args):
+            self.callbacks("train_begin", self.state.step)
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self.evaluate()
-            (done,) = self._agree(self._done())
+            (done,) = self._agree(self.state.is_done(self.args))
             while not done:
                 before = self.state.step
-                self._log_step(self.step())
-                interrupted, done = self._agree(guard.requested, self._done())
-                if self._crossed(self.args.eval_steps, before) and not (done or interrupted):
-                    self.evaluate()
-                if interrupted or self._crossed(self.args.save_steps, before):
+                metrics = self.step()
+                self._log_step(metrics)
+                asked = self.callbacks("step_end", self.state.step, metrics=metrics)
+                ended = self.state.is_done(self.args) or asked.should_training_stop
+                interrupted, done = self._agree(guard.requested, ended)
+                evaluates = asked.should_evaluate or self.state.crossed(self.args.eval_steps, before)
+                evaluated = self.evaluate() if evaluates and not (done or interrupted) else {}
+                is_best = self.state.is_best(evaluated, self.args)
+                saves = asked.should_save or self.state.crossed(self.args.save_steps, before)
+                if interrupted or is_best or saves:
                     path = self.save_checkpoint()
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
             self._check_ranks_agree()
             self.save_model()
             self.state.evaluations["after"] = self.evaluate()
+            self.callbacks("train_end", self.state.step)
         self.accelerator.end_training()
         return self.record.summary(self.state, self._phase_seconds(), self.policy.num_parameters())
 
@@ -199,48 +194,22 @@ class GRPOTrainer:
                             self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
                     self.optimizer_step(window, metrics)
         self.collector.engine.sync_weights(self.policy)
+        if not self.state.rollouts:
+            for warning in rollout_warnings(rollout.generated, self.args):
+                self.record.warn(warning)
         self.state.rollouts += 1
         self.state.train_seconds += time.perf_counter() - started
-        return self._step_metrics(metrics, rollout, advantages)
+        self.record.completions(self.state.step, rollout.kept, advantages)
+        return self.record.step_metrics(metrics, rollout, self.routing, self.timer)
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
-        if self.args.updates_per_rollout > 1 or self.args.router_aux_loss_coef:
-            records = []
-            old_logps = self._logps(self.policy, batch, lambda part: self.routing.scoring(part, records))
-            if self.args.updates_per_rollout > 1:
-                batch = replace(batch, old_logps=old_logps)
-            batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
-        if self.reference is not None:
-            with nullcontext() if self.adapters is None else without_adapters(self.adapters):
-                batch = replace(batch, ref_logps=self._logps(self.reference, batch))
-        return batch
+        return self._prepared.add_logps(batch)
 
     def minibatches(self, batch: RolloutBatch, num_rows: int) -> list[Window]:
-        """The first ``num_rows`` rows dealt into optimiser windows, each with its counts over all processes.
-
-        The rows of all processes are shuffled as one list, so the windows do not depend on the number of processes.
-        Every process gets the same number of windows, and in each the same number of micro-batches: a process with
-        fewer rows fills up with empty ones, so that no collective is missed.
-        """
-        rows_by_process = gather_object([num_rows])
-        first = sum(rows_by_process[: self.accelerator.process_index])
-        generator = torch.Generator().manual_seed(self._draw_seed())
-        dealt = windows(sum(rows_by_process), self.args.windows_per_rollout, generator)
-        dealt = [rows[(first <= rows) & (rows < first + num_rows)] - first for rows in dealt]
-        parts = [micro_batches(batch, rows, self.args.per_device_train_batch_size) for rows in dealt]
-        mask = batch.completion_mask.sum(1).cpu()
-        mine = [
-            (len(part), int(mask[rows].sum()), len(rows), *self.routing.window_counts(batch, rows))
-            for part, rows in zip(parts, dealt, strict=True)
-        ]
-        everyone = gather_object([mine])
-        made = []
-        for number, part in enumerate(parts):
-            micro, *counts = zip(*(counts[number] for counts in everyone), strict=True)
-            padding = [torch.zeros(0, dtype=torch.long)] * (max(micro) - len(part))
-            made.append(Window(part + padding, *map(sum, counts)))
-        return made
+        """The first ``num_rows`` rows dealt into optimiser windows; see :func:`deal_windows`."""
+        counts = self.routing.window_counts
+        return deal_windows(batch, num_rows, self.args, self.accelerator, seed=self._draw_seed(), routing_counts=counts)
 
     def loss(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> torch.Tensor:
         """This micro-batch's share of the window's loss."""
@@ -265,6 +234,7 @@ class GRPOTrainer:
         with self.accelerator.autocast(), self.routing.update(batch, window, metrics) as routed:
             result = batch_loss(self.model, batch, loss_fn, padding_free=self.args.padding_free)
         metrics.add_stats(result.stats)
+        add_loss_stats(metrics, result.stats, self.args)
         metrics.add_sum("loss", result.loss.detach() / self.args.updates_per_rollout)
         return result.loss + self.args.router_aux_loss_coef * routed.aux_loss
 
@@ -273,21 +243,14 @@ class GRPOTrainer:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
-        if window.num_loss_tokens and math.isfinite(float(norm)):
+        if self.state.count_update(window.num_loss_tokens, float(norm)):
             self._check_adapters(float(norm))
             self.optimizer.step()
             self.scheduler.step()
-            self.state.skipped_in_a_row = 0
-        else:
-            self.state.skipped_updates += 1
-            self.state.skipped_in_a_row += bool(window.num_loss_tokens)
         self.optimizer.zero_grad()
-        self.state.step += 1
-        if self.state.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise FloatingPointError(
-                f"grad_norm must be finite, got {float(norm)} in {MAX_SKIPPED_IN_A_ROW} updates in a row at update "
-                f"{self.state.step}; lower learning_rate or max_grad_norm, or look at the rewards"
-            )
+        self.state.check_gradients(float(norm))
+        if self.args.sync_ref_model and self.state.step % self.args.ref_model_sync_steps == 0:
+            self._prepared.sync_reference()
 
     def evaluate(self) -> dict[str, float]:
         """Pass rate and reward on the evaluation prompts; empty without an eval_dataset."""
@@ -297,6 +260,7 @@ class GRPOTrainer:
         self.timer.step_seconds()  # not those of the next step
         self.record.log(self.state.step, metrics)
         self.record.show(groups)
+        self.callbacks("evaluate", self.state.step, metrics=metrics)
         return metrics
 
     def save_model(self, output_dir: str | None = None) -> None:
@@ -339,41 +303,6 @@ class GRPOTrainer:
             return_routes=self.args.routing_replay == "R3",
         )
 
-    def _prepare(self, policy: PreTrainedModel) -> None:
-        args = self.args
-        disable_dropout(policy)
-        close_routing(policy)
-        self.policy = add_token_logps(policy).to(self.accelerator.device)
-        self.reference = None
-        if args.beta:  # adapters are switched off for it
-            self.reference = reference_model(policy) if self.adapters is None else self.policy
-        check_head(self.policy)
-        check_sinks(self.policy)
-        if args.padding_free:
-            check_padding_free(self.policy)
-        self.routing = PolicyRouting(self.policy, args)
-        if args.gradient_checkpointing or checkpointed_modules(policy):  # renamed in transformers 5.24
-            enable = getattr(policy, "activation_checkpointing_enable", policy.gradient_checkpointing_enable)
-            enable(self.routing.checkpointing_kwargs)
-        if self.adapters is not None and self.accelerator.is_main_process:
-            print(coverage_table(coverage(policy)))
-        trainable = [p for p in policy.parameters() if p.requires_grad]
-        if not trainable:
-            fix = "unfreeze some" if self.adapters is None else "load the adapters with is_trainable=True"
-            raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
-        optimizer = torch.optim.AdamW(
-            trainable,
-            lr=args.learning_rate,
-            betas=(args.adam_beta1, args.adam_beta2),
-            eps=args.adam_epsilon,
-            weight_decay=args.weight_decay,
-        )
-        # not prepared: accelerate would step it once a process
-        self.scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
-        self.accelerator.register_for_checkpointing(self.scheduler)
-        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.model.train()
-
     def _check_rewards(self, source: PromptSource) -> None:
         prompts = [source[row] for row in range(min(2, len(source)))]
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
@@ -407,57 +336,18 @@ class GRPOTrainer:
         """Each flag, true everywhere when it is true on any process."""
         return [any(column) for column in zip(*gather_object([flags]), strict=True)]
 
-    def _done(self) -> bool:
-        limit = self.args.max_train_seconds
-        out_of_time = limit is not None and self.state.train_seconds >= limit
-        return out_of_time or self.state.step >= self.args.max_steps
-
-    def _crossed(self, every: int | None, before: int) -> bool:
-        """Whether the step went past a multiple of ``every`` since ``before``."""
-        return every is not None and self.state.step // every > before // every
-
     def _draw_seed(self) -> int:
         return self.args.seed * 1_000_003 + self.state.step
-
-    @torch.no_grad()
-    def _logps(self, model, batch: RolloutBatch, around=lambda part: nullcontext()) -> torch.Tensor:
-        """Log-probabilities [B, T] of the batch under the model, in micro-batches, each run inside ``around(it)``."""
-        logps = torch.zeros_like(batch.sampling_logps)
-        options = {"temperature": self.args.temperature, "padding_free": self.args.padding_free}
-        for rows in self._every_row(batch):
-            part = select(batch, rows)
-            with self.accelerator.autocast(), around(part):
-                scored = batch_logps(model, part, **options)
-            logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
-        return logps
-
-    def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
-        return micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
 
     def _sync(self, last: bool):
         """Gradients are reduced over the processes in the last micro-batch of a window only."""
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
-    def _step_metrics(self, metrics: Metrics, rollout, advantages: torch.Tensor) -> dict[str, float]:
-        means = rollout_metrics(rollout.generated, self.rewards.names, self.args.pass_threshold)
-        for name, (value, weight) in means.items():
-            metrics.add(name, value, weight)
-        self.routing.finish(metrics)
-        metrics.add("sampling/rounds", rollout.rounds)
-        metrics.add_sum("sampling/groups_kept", len(rollout.kept))
-        metrics.add_sum("sampling/groups_generated", len(rollout.generated))
-        for phase, seconds in self.timer.step_seconds().items():
-            metrics.add(f"seconds/{phase}", seconds)
-        self.record.completions(self.state.step, rollout.kept, advantages)
-        reduced = metrics.reduce(self.accelerator)
-        if square := reduced.pop("sampling_ratio_square_mean", 0.0):
-            reduced["sampling_effective_size"] = reduced["sampling_ratio_mean"] ** 2 / square
-        return reduced
-
     def _log_step(self, metrics: dict[str, float]) -> None:
         epoch = self.source.position / len(self.source)
         line = {"epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
         self.record.log(self.state.step, line)
+        self.callbacks("log", self.state.step, logs=line)
 
     def _check_ranks_agree(self) -> None:
         with torch.no_grad():
@@ -471,17 +361,3 @@ class GRPOTrainer:
         """Seconds by phase over all resumes."""
         phases = {**self._earlier_seconds, **self.timer.totals}
         return {name: self._earlier_seconds.get(name, 0.0) + self.timer.totals.get(name, 0.0) for name in phases}
-
-
-@dataclass(frozen=True)
-class Window:
-    """The rows of one optimiser update on this process, and the counts over all processes."""
-
-    micro_batches: list[torch.Tensor]
-    """Row numbers; an empty one stands for a masked row."""
-    num_loss_tokens: int
-    num_sequences: int
-    expert_load: torch.Tensor | int = 0
-    """[L, E] tokens of each expert by the policy before the updates, for the load-balancing loss."""
-    num_routed_tokens: int = 0
-    """Tokens that the load was counted over."""

@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from grpo_moe.rl import GRPOConfig, parse_args
+from grpo_moe.rl.config import TRL_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -14,6 +15,13 @@ from grpo_moe.rl import GRPOConfig, parse_args
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3}, "steps_per_generation must be a multiple of"),
         ({"top_p": 0.9}, "top_p must be 1 in training"),
         ({"top_k": 5}, "top_k must be 0 in training"),
+        ({"min_p": 0.1}, "min_p must be 0 in training"),
+        ({"sync_ref_model": True}, "sync_ref_model must be False without beta"),
+        (
+            {"multi_objective_aggregation": "normalize_then_sum", "scale_rewards": "none"},
+            "multi_objective_aggregation must",
+        ),
+        ({"reward_timeout": 0.0}, "reward_timeout must be positive"),
         ({"overlong_cache_length": 0}, "overlong_cache_length must be in 1..max_completion_length"),
         ({"overlong_cache_length": 300}, "overlong_cache_length must be in 1..max_completion_length"),
         ({"max_steps": 0}, "max_steps must be at least 1"),
@@ -88,3 +96,21 @@ def test_resume_without_a_value_means_the_latest():
     assert read() is None
     assert read("--resume_from_checkpoint") == "latest"
     assert read("--resume_from_checkpoint", "runs/x/checkpoint-4") == "runs/x/checkpoint-4"
+
+
+@pytest.mark.parametrize(
+    ("option", "fix"),
+    [
+        ("use_vllm", "pass rollout_engine=VLLMEngine"),
+        ("num_train_epochs", "set max_steps"),
+        ("num_generation", "did you mean num_generations\\?"),
+        ("zzz", "see the help of GRPOConfig"),
+    ],
+)
+def test_unknown_options_are_named_with_what_to_do(option, fix):
+    with pytest.raises(ValueError, match=f"{option} must be an option of GRPOConfig, got 1; .*{fix}"):
+        GRPOConfig(**{option: 1})
+
+
+def test_every_hint_is_for_an_option_that_we_lack():
+    assert not set(TRL_OPTIONS) & {f.name for f in dataclasses.fields(GRPOConfig)}

@@ -26,7 +26,8 @@ class LossOutput:
     """Detached scalars. To combine calls: names that start with `num_` add up, names that end in `_max` take the
     maximum, all others are means over the tokens of the loss, to be weighted by `num_tokens`.
 
-    Always: num_tokens (that took part), num_dropped_tokens (a log-probability was not finite), ratio_mean, ratio_max,
+    Always: num_tokens (that took part), num_dropped_tokens (a log-probability was not finite), num_gradient_tokens (to
+    which the policy term has a gradient: an advantage, not stopped by clipping or a mask), ratio_mean, ratio_max,
     clip_ratio, clip_ratio_low, clip_ratio_high (share of tokens whose clipping acts), approx_kl (k3 estimate of
     KL(old || new), nats).
     With beta: kl (the estimate, without beta and ratio). With entropy: entropy; with its quantile: entropy_masked.
@@ -281,6 +282,12 @@ def _stats(
     }
     maxima = {"ratio_max": inputs.ratio}
     counts = {"num_tokens": mask, "num_dropped_tokens": batch.dropped}
+    counts["num_gradient_tokens"] = mask & (batch.advantages != 0)
+    if policy.clip_stops:
+        counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~means["clip_ratio"]
+    for masked in (options["off_policy_masked"], options["entropy_masked"]):
+        if masked is not None:
+            counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~masked
     if batch.sampling_logps is not None:
         log_ratio = _sampler_log_ratio(batch)
         means["sampling_logp_difference_mean"] = maxima["sampling_logp_difference_max"] = log_ratio.abs()
@@ -290,6 +297,7 @@ def _stats(
     if inputs.sampler_weight is not None:
         means["sampler_ratio_mean"] = inputs.sampler_weight
         means["sampler_masked"] = inputs.sampler_weight == 0
+        counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~means["sampler_masked"]
     num_tokens = mask.sum().clamp(min=1)
 
     def total(x: torch.Tensor) -> torch.Tensor:

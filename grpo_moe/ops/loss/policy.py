@@ -46,6 +46,8 @@ class PolicyLoss(NamedTuple):
     """Bool: the bound on a falling probability (small ratio) acts."""
     clipped_high: torch.Tensor
     """Bool: the bound on a rising probability (large ratio) acts."""
+    clip_stops: bool = True
+    """Whether a clipped token has no gradient."""
 
 
 def bounded_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -82,7 +84,7 @@ def _ppo(x: PolicyInputs, config: LossConfig) -> PolicyLoss:
 def _cispo(x: PolicyInputs, config: LossConfig) -> PolicyLoss:
     """REINFORCE with the ratio as a capped weight (MiniMax-M1 2506.13585); the cap is epsilon_high itself."""
     weight = x.ratio.detach().clamp(max=config.epsilon_high)
-    return PolicyLoss(-weight * x.advantages * x.logps, _nowhere(x), x.ratio > config.epsilon_high)
+    return PolicyLoss(-weight * x.advantages * x.logps, _nowhere(x), x.ratio > config.epsilon_high, clip_stops=False)
 
 
 def _sapo(x: PolicyInputs, config: LossConfig) -> PolicyLoss:

@@ -1,0 +1,53 @@
+"""What keeps a run from wasting a day: loud warnings at the first rollout, and what to do when memory runs out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+from .advantages import reward_spread
+from .batch import Group
+from .config import GRPOConfig
+
+
+def rollout_warnings(groups: Sequence[Group], args: GRPOConfig) -> list[str]:
+    """What is wrong with a first rollout that no later one mends by itself."""
+    if not groups:
+        return []
+    completions = [c for group in groups for c in group.completions]
+    scores = torch.cat([group.scores for group in groups])
+    found = []
+    if all(c.finish_reason == "length" for c in completions):
+        found.append(
+            f"all {len(completions)} completions were cut at max_completion_length = {args.max_completion_length}: "
+            "raise it, or check that the policy knows its end-of-sequence token"
+        )
+    if scores.isnan().all():
+        found.append("no reward function scored any completion: check what they return")
+    elif bool((scores.nan_to_num(0) == 0).all()):
+        found.append("every reward is 0: check the reward functions on a completion that should pass")
+    elif bool((reward_spread(torch.stack([group.rewards for group in groups])) == 0).all()):
+        found.append("all completions of each prompt have the same reward: there is nothing to learn from yet")
+    return found
+
+
+@contextmanager
+def out_of_memory_explained(args: GRPOConfig) -> Iterator[None]:
+    """An error that says what was held and what to lower, in place of CUDA's.
+
+    Raises:
+        RuntimeError: the GPU's memory ran out inside.
+    """
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        held, total = torch.cuda.max_memory_allocated() / 2**30, torch.cuda.mem_get_info()[1] / 2**30
+        raise RuntimeError(
+            f"a step must fit the GPU's {total:.0f} GiB, got {held:.1f} GiB of tensors at the peak; lower "
+            f"per_device_train_batch_size ({args.per_device_train_batch_size}; raise gradient_accumulation_steps and "
+            f"steps_per_generation by the same factor, the update stays) or max_completion_length "
+            f"({args.max_completion_length}), or set gradient_checkpointing ({args.gradient_checkpointing}) or "
+            f"padding_free ({args.padding_free})"
+        ) from error

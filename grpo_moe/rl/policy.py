@@ -1,0 +1,125 @@
+"""The policy that a run trains, its frozen reference, and the log-probabilities of both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel, get_scheduler
+
+from grpo_moe.adapters.coverage import coverage, coverage_table
+from grpo_moe.adapters.hf_attention import check_sinks
+from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
+from grpo_moe.rollout.base import checkpointed_modules
+from grpo_moe.types import RolloutBatch
+
+from .batch import batch_logps, micro_batches, select
+from .config import GRPOConfig
+from .loading import disable_dropout, reference_model, without_adapters
+from .routing import PolicyRouting, close_routing
+
+
+class Policy:
+    """A model made ready for training, with its reference and routers.
+
+    Args:
+        model: the policy, not wrapped; it is changed in place.
+        adapters: PEFT's wrapper of it, or None; the reference is then the model without them.
+        args: the options.
+        accelerator: of the run.
+
+    Raises:
+        ValueError: the head, sinks, packing or routers are not supported as asked, or nothing would train.
+    """
+
+    def __init__(self, model: PreTrainedModel, adapters: Any, args: GRPOConfig, accelerator: Accelerator):
+        self.args, self.adapters, self.accelerator = args, adapters, accelerator
+        disable_dropout(model)
+        close_routing(model)
+        self.model = add_token_logps(model).to(accelerator.device)
+        self.reference = None
+        if args.beta:  # adapters are switched off for it
+            self.reference = reference_model(model) if adapters is None else self.model
+        check_head(model)
+        check_sinks(model)
+        if args.padding_free:
+            check_padding_free(model)
+        self.routing = PolicyRouting(model, args)
+        if args.gradient_checkpointing or checkpointed_modules(model):  # renamed in transformers 5.24
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(self.routing.checkpointing_kwargs)
+        if adapters is not None and accelerator.is_main_process:
+            print(coverage_table(coverage(model)))
+        if not self.trainable:
+            fix = "unfreeze some" if adapters is None else "load the adapters with is_trainable=True"
+            raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
+        if args.sync_ref_model:
+            if adapters is not None:
+                raise ValueError("sync_ref_model must be False with adapters, whose reference is the model without")
+            accelerator.register_for_checkpointing(self.reference)
+
+    @property
+    def trainable(self) -> list[torch.nn.Parameter]:
+        """Parameters that require gradients."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    def optimizers(self, given: tuple) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimiser and schedule given, or AdamW and the schedule of the options for what is None."""
+        args, (optimizer, scheduler) = self.args, given
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(
+                self.trainable,
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+            )
+        if scheduler is None:
+            scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
+        return optimizer, scheduler
+
+    def add_logps(self, batch: RolloutBatch) -> RolloutBatch:
+        """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
+        if self.args.updates_per_rollout > 1 or self.args.router_aux_loss_coef:
+            records = []
+            old_logps = self.logps(self.model, batch, lambda part: self.routing.scoring(part, records))
+            if self.args.updates_per_rollout > 1:
+                batch = replace(batch, old_logps=old_logps)
+            batch = self.routing.scored(batch, records, torch.cat(self._every_row(batch)))
+        if self.reference is not None:
+            with nullcontext() if self.adapters is None else without_adapters(self.adapters):
+                batch = replace(batch, ref_logps=self.logps(self.reference, batch))
+        return batch
+
+    @torch.no_grad()
+    def logps(
+        self,
+        model: PreTrainedModel,
+        batch: RolloutBatch,
+        around: Callable[[RolloutBatch], AbstractContextManager] = lambda part: nullcontext(),
+    ) -> torch.Tensor:
+        """Log-probabilities [B, T] of the batch under a model, in micro-batches, each run inside ``around(it)``."""
+        logps = torch.zeros_like(batch.sampling_logps)
+        options = {"temperature": self.args.temperature, "padding_free": self.args.padding_free}
+        for rows in self._every_row(batch):
+            part = select(batch, rows)
+            with self.accelerator.autocast(), around(part):
+                scored = batch_logps(model, part, **options)
+            logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
+        return logps
+
+    @torch.no_grad()
+    def sync_reference(self) -> None:
+        """Moves the reference toward the policy: ref = a * policy + (1 - a) * ref, a = ``ref_model_mixup_alpha``.
+
+        Source: TR-DPO, arXiv 2404.09656.
+        """
+        for reference, policy in zip(self.reference.parameters(), self.model.parameters(), strict=True):
+            reference.lerp_(policy.detach().to(reference.dtype), self.args.ref_model_mixup_alpha)
+
+    def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
+        return micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
