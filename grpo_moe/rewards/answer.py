@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from .text import completion_text
+
 _MAX_CHARACTERS = 100_000  # of a completion's end that is looked at
 
 
@@ -22,22 +24,50 @@ def answer_reward(
 
 
 def final_answer(completion: str | Sequence[dict[str, Any]]) -> str:
-    """What stands in the last ``<answer>...</answer>`` or ``\\\\boxed{...}``, else the last line that is not empty."""
-    text = completion if isinstance(completion, str) else str(completion[-1].get("content") or "")
+    """The answer that is marked, else the last line that is not empty."""
+    text = completion_text(completion)[-_MAX_CHARACTERS:]
+    marked = marked_answer(text)
+    if marked is not None:
+        return marked
+    return next((line.strip() for line in reversed(text.split("\n")) if line.strip()), "")
+
+
+def marked_answer(text: str) -> str | None:
+    """What stands in the last ``<answer>...</answer>``, and in there or else anywhere in the last ``\\\\boxed{...}``.
+
+    None without either. Braces inside the box are balanced; time is linear in the text.
+    """
     text = text[-_MAX_CHARACTERS:]
-    for opening, closing in (("<answer>", "</answer>"), ("\\boxed{", "}")):
-        start = text.rfind(opening)
-        end = text.find(closing, start)
-        if 0 <= start < end:
-            return text[start + len(opening) : end].strip()
-    lines = text.split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+    tagged = _tagged(text)
+    boxed = _boxed(text if tagged is None else tagged)
+    return tagged if boxed is None else boxed
 
 
 def same_answer(given: str, right: str) -> bool:
     """Equal as text without surrounding space, or as numbers (thousands separated by commas or not)."""
     given, right = given.strip(), right.strip()
     return given == right or (_number(given) is not None and _number(given) == _number(right))
+
+
+def _tagged(text: str) -> str | None:
+    start = text.rfind("<answer>")
+    end = text.find("</answer>", start)
+    return text[start + len("<answer>") : end].strip() if 0 <= start < end else None
+
+
+def _boxed(text: str) -> str | None:
+    opening = "\\boxed{"
+    start = text.rfind(opening)
+    if start < 0:
+        return None
+    depth, position = 1, start + len(opening)
+    while position < len(text):
+        character = text[position]
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            return text[start + len(opening) : position].strip()
+        position += 2 if character == "\\" else 1  # \{ and \} are no braces
+    return None
 
 
 def _number(text: str) -> float | None:

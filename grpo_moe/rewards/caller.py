@@ -1,18 +1,19 @@
-"""Calls a user's reward functions on a batch of completions, checks what comes back, and adds it up by weight."""
+"""Calls a user's reward functions on a batch of completions, contains their faults, and adds them up by weight."""
 
 from __future__ import annotations
 
-import asyncio
-import concurrent.futures
 import functools
-import inspect
+import logging
 import math
-import reprlib
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from .faults import TIMEOUT, Scores, joined
+from .running import Call, run_calls
+
+logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 """f(prompts, completions, **columns) -> list[float | None] [N], plain or `async def`; None: cannot be scored."""
@@ -23,44 +24,64 @@ class RewardOutput:
     """The rewards of N completions."""
 
     rewards: list[float]
-    """[N] weighted sums over the functions that scored the row; NaN where none did."""
+    """[N] weighted sums over the functions that scored the row; NaN where none did and where `skipped`."""
     values: list[list[float]]
-    """[F][N] what each function said, unweighted, in the order of `RewardCaller.names`; NaN for None."""
+    """[F][N] what each function said, unweighted, in the order of `RewardCaller.names`; NaN for None and faults."""
+    skipped: list[bool]
+    """[N] rows that a fault cost the score of a function with a weight: their groups must not be trained on."""
+    faults: dict[str, int]
+    """Rows lost by "function/kind" (kinds: `faults.FAULTS`); empty without faults."""
 
 
 class RewardCaller:
     """Scores completions with one or more reward functions.
 
     Functions are called by keyword with `prompts`, `completions` and every column, each a list of length N (TRL's
-    convention). Plain functions run one after another in the calling thread, which signal-based time-outs need; those
-    made with `async def` run meanwhile, all at once, in a thread of their own.
+    convention). Plain functions run one after another in the calling thread; those made with `async def` run
+    meanwhile, all at once, in a thread of their own.
+
+    A fault is an exception, no answer in time, a return value that is not N numbers or None, or a number that is not
+    finite. KeyboardInterrupt and SystemExit are not faults and always end the run.
 
     Args:
-        reward_funcs: One function or several.
-        weights: One finite number a function; all 1 by default.
+        reward_funcs: One function or several. A model: `ModelReward`.
+        weights: One finite number a function; all 1 by default. A function of weight 0 is only logged.
+        on_error: "raise" ends the run at a fault. "skip" gives up the rows it cost and counts them; each kind of fault
+            is logged once a function. Exceptions and wrong return values cost single groups when `group_size` is given.
+        timeout: Seconds for one call of one function; None for no limit. With a limit plain functions too run in
+            threads of their own, where time-outs by signals do not work and the current CUDA device is 0. Python
+            cannot stop a thread: a late plain function goes on in the background, though not beyond the exit of
+            Python, and one that holds the GIL in C code stops the run all the same.
 
     Raises:
-        ValueError: No function, something not callable, or weights that do not fit.
+        ValueError: No function, something not callable, a bare model, weights that do not fit, or an unknown policy.
     """
 
-    def __init__(self, reward_funcs: RewardFunction | Sequence[RewardFunction], weights: Sequence[float] | None = None):
-        self.functions = [reward_funcs] if callable(reward_funcs) else list(reward_funcs or [])
-        if not self.functions:
-            raise ValueError("reward_funcs must hold at least one function, got none")
-        for function in self.functions:
-            if not callable(function):
-                raise ValueError(f"reward_funcs must be functions, got {function!r}; pass the function itself")
+    def __init__(
+        self,
+        reward_funcs: RewardFunction | Sequence[RewardFunction],
+        weights: Sequence[float] | None = None,
+        *,
+        on_error: str = "raise",
+        timeout: float | None = None,
+    ):
+        self.functions = _functions(reward_funcs)
         self.names = _unique_names(self.functions)
-        self.weights = [1.0] * len(self.functions) if weights is None else [float(weight) for weight in weights]
-        if len(self.weights) != len(self.functions):
-            raise ValueError(
-                f"weights must be one number for each reward function ({', '.join(self.names)}), got {self.weights}"
-            )
-        if not all(map(math.isfinite, self.weights)):
-            raise ValueError(f"weights must be finite, got {self.weights}")
+        self.weights = _weights(weights, self.names)
+        if on_error not in ("raise", "skip"):
+            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
+        if timeout is not None and not 0 < timeout < math.inf:
+            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}; leave it out for no limit")
+        self.on_error, self.timeout = on_error, timeout
+        self._logged: set[str] = set()
 
     def __call__(
-        self, prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Sequence[Any]]
+        self,
+        prompts: Sequence[Any],
+        completions: Sequence[Any],
+        columns: Mapping[str, Sequence[Any]],
+        *,
+        group_size: int | None = None,
     ) -> RewardOutput:
         """Score N completions.
 
@@ -68,43 +89,113 @@ class RewardCaller:
             prompts: [N] as they stand in the dataset, text or chat messages.
             completions: [N] texts or chat messages.
             columns: Other keyword arguments of the functions, each [N].
+            group_size: Completions that follow each other for one prompt. With on_error="skip" a function whose call
+                fails as a whole (but for lack of time) is called again group by group, so that one odd completion
+                costs its group and not the batch.
 
         Raises:
-            ValueError: A function returned something else than N finite numbers or None.
+            ValueError: A function returned something else than N finite numbers or None; arguments that do not fit.
             RuntimeError: A function raised; its exception is the cause.
+            TimeoutError: A function took longer than `timeout`.
         """
-        arguments = {"prompts": prompts, "completions": completions, **columns}
-        _check_arguments(arguments, columns)
-        started = [_start(name, function, arguments) for name, function in zip(self.names, self.functions, strict=True)]
-        returned = [_finish(name, result, arguments) for name, result in zip(self.names, started, strict=True)]
-        values = [_as_floats(name, items, len(completions)) for name, items in zip(self.names, returned, strict=True)]
-        return RewardOutput([self._weighted_sum(row) for row in zip(*values, strict=True)], values)
+        calls = self._calls(prompts, completions, columns)
+        if group_size is not None and (group_size < 1 or len(completions) % group_size):
+            raise ValueError(f"group_size must divide the {len(completions)} completions, got {group_size}")
+        scores = run_calls(calls, self.timeout)
+        if self.on_error == "raise":
+            _raise_first(scores)
+        else:
+            scores = [self._by_group(call, s, group_size) for call, s in zip(calls, scores, strict=True)]
+            self._log(scores)
+        return self._output(scores)
 
     def check(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
         """Score empty completions of the first two prompts, so that a faulty function fails before any training.
 
         Raises:
-            ValueError, RuntimeError: As in `__call__`.
+            ValueError, RuntimeError, TimeoutError: As in `__call__` with on_error="raise", whatever it is set to.
         """
         empty_turn = [{"role": "assistant", "content": ""}]
         completions = ["" if isinstance(prompt, str) else empty_turn for prompt in prompts[:2]]
-        self(prompts[:2], completions, {name: column[:2] for name, column in columns.items()})
+        calls = self._calls(prompts[:2], completions, {name: column[:2] for name, column in columns.items()})
+        _raise_first(run_calls(calls, self.timeout))
+
+    def _calls(self, prompts, completions, columns):
+        arguments = {"prompts": prompts, "completions": completions, **columns}
+        _check_arguments(arguments, columns)
+        return [Call(name, function, arguments) for name, function in zip(self.names, self.functions, strict=True)]
+
+    def _by_group(self, call: Call, scores: Scores, group_size: int | None) -> Scores:
+        """The scores of another try in parts, where the whole failed and there are parts."""
+        if not scores.whole_call or TIMEOUT in scores.errors or group_size is None or len(call) <= group_size:
+            return scores
+        parts = [call.part(start, start + group_size) for start in range(0, len(call), group_size)]
+        return joined(run_calls(parts, self.timeout))
+
+    def _log(self, scores: Sequence[Scores]) -> None:
+        for name, function_scores in zip(self.names, scores, strict=True):
+            for kind, error in function_scores.errors.items():
+                key = f"{name}/{kind}"
+                if key not in self._logged:
+                    self._logged.add(key)
+                    logger.warning(
+                        "%s. Groups with such a fault are skipped; from now on they are only counted, as %s",
+                        error,
+                        key,
+                        exc_info=error.__cause__,
+                    )
+
+    def _output(self, scores: Sequence[Scores]) -> RewardOutput:
+        values = [s.values for s in scores]
+        needed = [s.lost for s, weight in zip(scores, self.weights, strict=True) if weight]
+        skipped = [any(kinds) for kinds in zip(*needed, strict=True)] or [False] * len(values[0])
+        rewards = [
+            math.nan if lost else self._weighted_sum(row)
+            for row, lost in zip(zip(*values, strict=True), skipped, strict=True)
+        ]
+        faults = Counter(
+            f"{name}/{kind}" for name, s in zip(self.names, scores, strict=True) for kind in s.lost if kind is not None
+        )
+        return RewardOutput(rewards, values, skipped, dict(faults))
 
     def _weighted_sum(self, row: Sequence[float]) -> float:
         scored = [weight * value for weight, value in zip(self.weights, row, strict=True) if not math.isnan(value)]
         return sum(scored) if scored else math.nan
 
 
-def _start(name: str, function: RewardFunction, arguments: Mapping[str, Any]) -> Any:
-    """What a plain function returns, or the future of an async one, which runs from here on."""
-    with _blaming(name, arguments):
-        result = function(**arguments)
-        return asyncio.run_coroutine_threadsafe(result, _event_loop()) if inspect.iscoroutine(result) else result
+def _raise_first(scores: Sequence[Scores]) -> None:
+    for function_scores in scores:
+        for error in function_scores.errors.values():
+            raise error
 
 
-def _finish(name: str, result: Any, arguments: Mapping[str, Any]) -> Any:
-    with _blaming(name, arguments):
-        return result.result() if isinstance(result, concurrent.futures.Future) else result
+def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> list[RewardFunction]:
+    one = callable(reward_funcs) or isinstance(reward_funcs, str)
+    functions = [reward_funcs] if one else list(reward_funcs or [])
+    if not functions:
+        raise ValueError("reward_funcs must hold at least one function, got none")
+    for function in functions:
+        if isinstance(function, str):
+            raise ValueError(
+                f"reward_funcs must be functions, got the text {function!r}; wrap a model's path: ModelReward(path)"
+            )
+        if hasattr(function, "forward") and hasattr(function, "parameters"):
+            raise ValueError(
+                f"reward_funcs must be functions, got the model {type(function).__name__}; "
+                "wrap it: ModelReward(model, tokenizer)"
+            )
+        if not callable(function):
+            raise ValueError(f"reward_funcs must be functions, got {function!r}; pass the function itself")
+    return functions
+
+
+def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:
+    checked = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
+    if len(checked) != len(names):
+        raise ValueError(f"weights must be one number for each reward function ({', '.join(names)}), got {checked}")
+    if not all(map(math.isfinite, checked)):
+        raise ValueError(f"weights must be finite, got {checked}")
+    return checked
 
 
 def _check_arguments(arguments: Mapping[str, Sequence[Any]], columns: Mapping[str, Any]) -> None:
@@ -117,50 +208,6 @@ def _check_arguments(arguments: Mapping[str, Sequence[Any]], columns: Mapping[st
     for name, column in arguments.items():
         if len(column) != num_completions:
             raise ValueError(f"{name} must be as long as completions ({num_completions}), got {len(column)}")
-
-
-@contextmanager
-def _blaming(name: str, arguments: Mapping[str, Sequence[Any]]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(
-            f"reward function {name!r} raised {type(error).__name__}: {error}; "
-            f"it was called with {len(arguments['completions'])} completions and the keywords {', '.join(arguments)}"
-        ) from error
-
-
-def _as_floats(name: str, returned: Any, num_completions: int) -> list[float]:
-    """The [N] floats of what a function returned, NaN for None."""
-    items = returned.tolist() if hasattr(returned, "tolist") else returned  # arrays and tensors
-    if not isinstance(items, list | tuple):
-        raise ValueError(
-            f"reward function {name!r} must return a list of {num_completions} numbers, got {type(returned).__name__}; "
-            "return one number, or None, for each completion"
-        )
-    if len(items) != num_completions:
-        raise ValueError(
-            f"reward function {name!r} must return a list of {num_completions} numbers, got {len(items)}; "
-            "return one number, or None, for each completion"
-        )
-    return [math.nan if item is None else _as_float(name, item, row) for row, item in enumerate(items)]
-
-
-def _as_float(name: str, item: Any, row: int) -> float:
-    """Numbers, booleans (0 or 1) and scalars of NumPy and PyTorch as a float."""
-    try:
-        value = type(item).__float__(item)  # float() would also read text
-    except (AttributeError, TypeError, ValueError, RuntimeError, OverflowError):
-        raise ValueError(
-            f"reward function {name!r} must return finite numbers or None, "
-            f"got {reprlib.repr(item)} ({type(item).__name__}) for row {row}"
-        ) from None
-    if not math.isfinite(value):
-        raise ValueError(
-            f"reward function {name!r} must return finite numbers or None, got {value} for row {row}; "
-            "return None for a completion that it cannot score"
-        )
-    return value
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
@@ -176,11 +223,3 @@ def _name(function: RewardFunction) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")  # <lambda>
-
-
-@functools.cache
-def _event_loop() -> asyncio.AbstractEventLoop:
-    """One loop in a thread of its own: works inside a notebook's loop, and keeps clients open from call to call."""
-    loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="grpo_moe-rewards", daemon=True).start()
-    return loop

@@ -27,6 +27,8 @@ class Group:
     """[G] float64 scores plus shaping (the overlong punishment): what advantages are made of."""
     values: list[list[float]]
     """[F][G] of each reward function."""
+    skipped: bool = False
+    """Whether a reward function failed on a completion: the group takes no part in an update."""
 
 
 def collate(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -54,6 +55,8 @@ class Collector:
     ):
         self.engine, self.rewards, self.args = engine, rewards, args
         self.accelerator, self.timer = accelerator, timer
+        self.faults: Counter[str] = Counter()
+        """Completions that reward functions failed on, by "function/kind", until somebody clears it."""
 
     def collect(self, source: PromptSource, sampling: SamplingParams) -> Rollout:
         """Groups for one step on this process; with dynamic sampling only those with a spread of rewards.
@@ -113,6 +116,7 @@ class Collector:
         return source.take(count * world)[rank * count : (rank + 1) * count]
 
     def _informative(self, groups):
+        groups = [g for g in groups if not g.skipped]
         if not self.args.dynamic_sampling or not groups:
             return groups
         spread = reward_spread(torch.stack([g.rewards for g in groups]))
@@ -126,13 +130,16 @@ class Collector:
             [p.raw for p in repeated],
             [as_prompted(p, c) for p, c in zip(repeated, flat, strict=True)],
             {**columns, "completion_ids": [list(c.token_ids) for c in flat]},
+            group_size=len(completions[0]),
         )
+        self.faults.update(scored.faults)
         scores = torch.tensor(scored.rewards, dtype=torch.float64)
         rewards = scores + torch.tensor([self._overlong_penalty(c) for c in flat], dtype=torch.float64)
         groups, start = [], 0
         for prompt, group in zip(prompts, completions, strict=True):
             rows = slice(start, start + len(group))
-            groups.append(Group(prompt, group, scores[rows], rewards[rows], [v[rows] for v in scored.values]))
+            values, skipped = [v[rows] for v in scored.values], any(scored.skipped[rows])
+            groups.append(Group(prompt, group, scores[rows], rewards[rows], values, skipped))
             start += len(group)
         return groups
 

@@ -73,6 +73,7 @@ class RunRecord:
         metrics.add("sampling/rounds", rollout.rounds)
         metrics.add_sum("sampling/groups_kept", len(rollout.kept))
         metrics.add_sum("sampling/groups_generated", len(rollout.generated))
+        metrics.add_sum("sampling/groups_skipped", sum(g.skipped for g in rollout.generated))
         for phase, seconds in timer.step_seconds().items():
             metrics.add(f"seconds/{phase}", seconds)
         reduced = metrics.reduce(self.accelerator)

@@ -82,7 +82,8 @@ class GRPOTrainer:
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
-        self.rewards = RewardCaller(reward_funcs, reward_weights)
+        on_error, timeout = args.reward_on_error, args.reward_timeout
+        self.rewards = RewardCaller(reward_funcs, reward_weights, on_error=on_error, timeout=timeout)
         policy, self.adapters = load_policy(model, peft_config)
         self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
@@ -200,6 +201,9 @@ class GRPOTrainer:
         self.state.rollouts += 1
         self.state.train_seconds += time.perf_counter() - started
         self.record.completions(self.state.step, rollout.kept, advantages)
+        for fault, rows in self.collector.faults.items():
+            metrics.add_sum(f"reward_faults/{fault}", rows)
+        self.collector.faults.clear()
         return self.record.step_metrics(metrics, rollout, self.routing, self.timer)
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:

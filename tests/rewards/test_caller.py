@@ -136,6 +136,7 @@ def test_names_are_readable_and_unique():
         ([1, torch.zeros(2), 3], r"\(Tensor\) for row 1"),
         ([1j, 2, 3], r"\(complex\) for row 0"),
         ([10**400, 2, 3], r"\(int\) for row 0"),
+        ([10**5000, 2, 3], r"got a value without repr \(int\) for row 0"),
         ([1, 2, math.nan], "'faulty' must return finite numbers or None, got nan for row 2; return None"),
         ([1, -math.inf, 3], "got -inf for row 1"),
         (np.array([np.inf, 0, 0]), "got inf for row 0"),
@@ -178,6 +179,9 @@ def test_a_function_without_the_columns_is_told_what_it_was_called_with():
     [
         (([],), "reward_funcs must hold at least one function, got none"),
         (([length, 3],), "reward_funcs must be functions, got 3"),
+        (("some/model",), r"reward_funcs must be functions, got the text 'some/model'; .*ModelReward\(path\)"),
+        (([length, "some/model"],), "got the text 'some/model'"),
+        ((torch.nn.Linear(1, 1),), r"got the model Linear; wrap it: ModelReward\(model, tokenizer\)"),
         (([length, from_column], [1]), r"weights must be one number for each .*length, from_column.*got \[1.0\]"),
         (([length], [math.nan]), r"weights must be finite, got \[nan\]"),
     ],
@@ -185,6 +189,19 @@ def test_a_function_without_the_columns_is_told_what_it_was_called_with():
 def test_a_faulty_construction_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         RewardCaller(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"on_error": "ignore"}, "on_error must be 'raise' or 'skip', got 'ignore'"),
+        ({"timeout": 0}, "timeout must be a positive number of seconds, got 0; leave it out for no limit"),
+        ({"timeout": math.nan}, "timeout must be a positive number of seconds, got nan"),
+    ],
+)
+def test_an_unknown_policy_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        RewardCaller(length, **options)
 
 
 def test_columns_that_do_not_fit_are_refused():

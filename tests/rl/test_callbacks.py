@@ -137,3 +137,18 @@ def test_gdpo_scales_each_reward_by_its_own_spread(tmp_path):
     scaled = [(v - v.mean(1, True)) / (v.std(1, keepdim=True) + 1e-4) for v in values.double()]
     total = sum(scaled)
     torch.testing.assert_close(advantages.double(), (total - total.mean()) / (total.std() + 1e-4), rtol=1e-5, atol=1e-6)
+
+
+def test_groups_that_a_reward_function_fails_on_are_dropped_and_counted(tmp_path):
+    def fails(prompts, completions, **_):
+        if any("a" in text for text in completions):
+            raise KeyError("a")
+        return [float(len(text)) for text in completions]
+
+    made = run(tmp_path, reward=fails, reward_on_error="skip")
+    metrics = made.step()
+    assert 0 < metrics["sampling/groups_skipped"] < metrics["sampling/groups_generated"]
+    assert metrics["sampling/groups_kept"] == metrics["sampling/groups_generated"] - metrics["sampling/groups_skipped"]
+    assert metrics["reward_faults/fails/exception"] == 4 * metrics["sampling/groups_skipped"]
+    with pytest.raises(RuntimeError, match="fails"):
+        run(tmp_path, reward=fails).step()
