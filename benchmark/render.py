@@ -26,9 +26,9 @@ ERROR_FIELDS = {
     "rollout": ("logp_error", "mean_logp_error", "greedy_gap", "entropy_z"),
     "rollout_mismatch": ("mean_abs", "max_abs", "kl", "flip_rate"),
 }
+"""Errors against float64 truth, the largest of an implementation is shown."""
 TIMES = ("ms", "ms_per_step", "device_ms_per_step")
 RATES = (("tflops", "TFLOP/s"), ("gb_per_s", "GB/s"), ("tokens_per_s", "tokens/s"))
-"""Errors against float64 truth, the largest of an implementation is shown."""
 ENVIRONMENT = ("gpu", "torch", "triton", "float32_matmul_precision", "commit", "date")
 
 

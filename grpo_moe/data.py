@@ -1,11 +1,13 @@
-"""Turns a dataset with a prompt column into tokenised prompts, in an order that is reproducible and can be resumed."""
+"""Turns a dataset or a stream with a prompt column into tokenised prompts, in an order that can be resumed."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import reprlib
-from collections.abc import Collection, Mapping, Sequence
+import warnings
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,35 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from grpo_moe.types import Prompt
 
 _BATCH_ROWS = 1000  # tokenised at a time
+
+
+def prompt_source(
+    dataset: Any,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    seed: int,
+    shuffle: bool = True,
+    max_prompt_tokens: int | None = None,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
+) -> PromptSource | PromptStream:
+    """A `PromptSource` of a map-style dataset, a `PromptStream` of an iterable one; both are used in the same way.
+
+    `seed` and `shuffle` are of no use to a stream, which only its own `shuffle(seed, buffer_size)` can put into another
+    order; a warning says so where it was not called.
+
+    Raises:
+        ValueError: As those two say.
+    """
+    shared = {"max_prompt_tokens": max_prompt_tokens, "chat_template_kwargs": chat_template_kwargs}
+    if not _is_stream(dataset):
+        return PromptSource(dataset, tokenizer, seed=seed, shuffle=shuffle, **shared)
+    if shuffle and not _holds_shuffle(getattr(dataset, "_ex_iterable", None)):
+        warnings.warn(
+            "shuffle works on map-style datasets only: the prompts of this stream come in its own order; shuffle it "
+            "with dataset.shuffle(seed, buffer_size), or turn shuffle off",
+            stacklevel=2,
+        )
+    return PromptStream(dataset, tokenizer, **shared)
 
 
 class PromptSource:
@@ -55,15 +86,21 @@ class PromptSource:
         prompts = _prompt_column(dataset)
         for row, prompt in enumerate(prompts):
             _check_prompt(row, prompt, prompts[0])
+        rows = range(len(prompts))
         self.position = 0
         """Prompts taken so far."""
         self._dataset = dataset
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(prompts)
-        self._input_ids = _tokenize(prompts, tokenizer, chat_template_kwargs or {})  # [num_rows] int32 arrays
+        self._input_ids = _tokenize(prompts, rows, tokenizer, chat_template_kwargs or {})  # [num_rows] int32 arrays
         self._order: tuple[int, np.ndarray] | None = None  # an epoch and its permutation
-        _check_lengths(self._input_ids, max_prompt_tokens)
+        _check_lengths(self._input_ids, rows, max_prompt_tokens)
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the dataset so far."""
+        return self.position / len(self)
 
     def __len__(self) -> int:
         """Rows of the dataset."""
@@ -84,9 +121,13 @@ class PromptSource:
         self.position += n
         return [self._prompt(self._row(position), index=position) for position in positions]
 
+    def first(self, n: int) -> list[Prompt]:
+        """The prompts of the first n rows, or of all if there are fewer; the position stays."""
+        return [self[row] for row in range(min(n, len(self)))]
+
     def all(self) -> list[Prompt]:
         """Every prompt once, in the order of the dataset, for evaluation."""
-        return [self[row] for row in range(len(self))]
+        return self.first(len(self))
 
     def state_dict(self) -> dict[str, Any]:
         """The position, and what it is a position in."""
@@ -98,12 +139,7 @@ class PromptSource:
         Raises:
             ValueError: The state is of another dataset, seed or order.
         """
-        for name, value in self._identity().items():
-            if state[name] != value:
-                raise ValueError(
-                    f"{name} must be that of the checkpoint, {state[name]}, got {value}; "
-                    "resume with the same dataset and seed, or start a new run"
-                )
+        _check_identity(state, self._identity())
         self.position = state["position"]
 
     def _identity(self) -> dict[str, Any]:
@@ -126,6 +162,148 @@ class PromptSource:
         columns = dict(self._dataset[row])
         raw = columns.pop("prompt")
         return Prompt(tuple(self._input_ids[row].tolist()), raw=raw, index=index, columns=columns)
+
+
+class PromptStream:
+    """The prompts of an iterable dataset, tokenised and checked as they are taken.
+
+    For `datasets.IterableDataset` (streamed, or made by `from_generator`) and anything else that can be iterated over
+    again and again. Ids are those of `PromptSource`. The order is the stream's own: shuffle it by its
+    `shuffle(seed, buffer_size)`. Where it ends a new epoch begins, for which its `set_epoch`, if it has one, is called:
+    datasets then takes its shards, and what it shuffles, in another order.
+
+    Every process of a run reads the whole stream and sees the same prompts: do not split it by process.
+
+    A stream goes on from its own saved state if it has one that is exact, otherwise by reading again, without
+    tokenising, the rows of the epoch that were taken: the content of a shuffle buffer is in no state (datasets 5.2).
+
+    Args:
+        dataset: Gives dicts with a column `prompt` of text or chat messages, all with the same columns. Leave its
+            iteration to this object.
+        tokenizer: A transformers tokenizer.
+        max_prompt_tokens: Longest prompt allowed; None for any.
+        chat_template_kwargs: Further arguments of the chat template, such as `enable_thinking`.
+
+    Raises:
+        ValueError: A dataset of another kind, an empty one, or faulty first rows; later, where `take` comes upon a
+            prompt that is empty, of another type, impossible to tokenise or too long. Messages name the row, counted
+            from 0 in each epoch.
+    """
+
+    def __init__(
+        self,
+        dataset: Iterable[Mapping[str, Any]],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_prompt_tokens: int | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ):
+        if not _is_stream(dataset):
+            raise ValueError(
+                f"dataset must be an iterable that can start again, got {type(dataset).__name__}; wrap an iterator in "
+                "datasets.IterableDataset.from_generator, and give map-style datasets to PromptSource"
+            )
+        self.position = 0
+        """Prompts taken so far."""
+        self._dataset, self._tokenizer = dataset, tokenizer
+        self._max_prompt_tokens, self._chat_template_kwargs = max_prompt_tokens, chat_template_kwargs or {}
+        self._saves_state = hasattr(dataset, "_ex_iterable") and not _holds_shuffle(dataset._ex_iterable)
+        self._first: Mapping[str, Any] | None = None  # the first row, whose kind and columns the others share
+        self._go_to({"epoch": 0, "row": 0, "dataset": None})
+        self._fingerprint = _fingerprint([prompt.raw for prompt in self.first(2)])
+
+    @property
+    def epochs(self) -> float:
+        """Whole passes over the stream so far; a pass is whole when the next one begins."""
+        return float(self._place["epoch"])
+
+    def take(self, n: int) -> list[Prompt]:
+        """The next n prompts; a new epoch begins where one ends, within a call too.
+
+        `Prompt.index` counts on over all epochs, so that a prompt draws other completions in each.
+        """
+        if n < 0:
+            raise ValueError(f"n must be 0 or positive, got {n}")
+        prompts = self._prompts([self._next_row() for _ in range(n)], first_index=self.position)
+        self.position += n
+        if n and self._saves_state:
+            self._place["dataset"] = self._dataset.state_dict()
+        return prompts
+
+    def first(self, n: int | None) -> list[Prompt]:
+        """The prompts of the first n rows (None: of all), or of all if there are fewer; the position stays."""
+        place = self._place
+        self._go_to({"epoch": 0, "row": 0, "dataset": None})
+        rows = list(enumerate(islice(self._rows, n)))
+        if not rows and n != 0:
+            raise ValueError("dataset must hold at least one row, got an empty one")
+        prompts = self._prompts(rows, first_index=0)
+        self._go_to(place)
+        return prompts
+
+    def all(self) -> list[Prompt]:
+        """Every prompt of the first epoch, for evaluation; of a stream that ends."""
+        return self.first(None)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position as JSON values, and the first prompts of what it is a position in."""
+        return {"position": self.position, **self._place, **self._identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken.
+
+        Raises:
+            ValueError: The state is of another dataset, or the stream is now too short.
+        """
+        _check_identity(state, self._identity())
+        self.position = state["position"]
+        self._go_to({name: state[name] for name in self._place})
+
+    def _identity(self) -> dict[str, Any]:
+        return {"num_rows": None, "fingerprint": self._fingerprint}
+
+    def _go_to(self, place: dict[str, Any]) -> None:
+        """Starts the iteration of an epoch so that the next row is number `place["row"]`."""
+        self._place = dict(place)
+        if hasattr(self._dataset, "set_epoch"):
+            self._dataset.set_epoch(place["epoch"])
+        if self._saves_state:
+            self._dataset.load_state_dict(place["dataset"] or {})
+        self._rows: Iterator[Mapping[str, Any]] = iter(self._dataset)
+        if not (self._saves_state and place["dataset"]):
+            skipped = sum(1 for _ in islice(self._rows, place["row"]))
+            if skipped < place["row"]:
+                raise ValueError(
+                    f"dataset must have the {place['row']} rows of the checkpoint's epoch, got {skipped}; resume with "
+                    "the same dataset, or start a new run"
+                )
+
+    def _next_row(self) -> tuple[int, Mapping[str, Any]]:
+        for columns in self._rows:
+            self._place["row"] += 1
+            return self._place["row"] - 1, columns
+        if not self._place["row"]:
+            raise ValueError(
+                f"dataset must give rows in every epoch, got none in epoch {self._place['epoch']}; a generator "
+                "function must start anew each time it is called"
+            )
+        self._go_to({"epoch": self._place["epoch"] + 1, "row": 0, "dataset": None})
+        return self._next_row()
+
+    def _prompts(self, rows: Sequence[tuple[int, Mapping[str, Any]]], first_index: int) -> list[Prompt]:
+        for row, columns in rows:
+            _check_row(row, columns)
+            self._first = self._first or columns
+            _check_same_columns(row, columns, self._first)
+            _check_prompt(row, columns["prompt"], self._first["prompt"])
+        numbers, prompts = [row for row, _ in rows], [columns["prompt"] for _, columns in rows]
+        input_ids = _tokenize(prompts, numbers, self._tokenizer, self._chat_template_kwargs)
+        _check_lengths(input_ids, numbers, self._max_prompt_tokens)
+        others = [{name: value for name, value in columns.items() if name != "prompt"} for _, columns in rows]
+        return [
+            Prompt(tuple(ids.tolist()), raw=raw, index=index, columns=columns)
+            for index, (ids, raw, columns) in enumerate(zip(input_ids, prompts, others, strict=True), first_index)
+        ]
 
 
 def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
@@ -161,24 +339,57 @@ def _prompt_column(dataset: Any) -> list[Any]:
         raise ValueError(f"dataset must be a single split, got a dict of {', '.join(dataset)}; pick dataset['train']")
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
-            f"dataset must be a map-style dataset or a sequence of dicts, got {type(dataset).__name__}; "
-            "a stream has no order to resume: collect it first, for example with datasets.Dataset.from_generator"
+            f"dataset must be a map-style dataset or a sequence of dicts, got {type(dataset).__name__}; an iterator "
+            "runs only once: wrap it, for example in datasets.IterableDataset.from_generator, for prompt_source"
         )
     if len(dataset) == 0:
         raise ValueError("dataset must hold at least one row, got an empty one")
     if hasattr(dataset, "column_names"):  # datasets.Dataset: reads one column, not whole rows
         _check_columns(0, dataset.column_names)
         return list(dataset["prompt"])
-    prompts = []
+    prompts, names = [], []
     for row in range(len(dataset)):
         columns = dataset[row]
-        if not isinstance(columns, Mapping):
-            raise ValueError(
-                f"dataset must hold dicts with a column 'prompt', got {type(columns).__name__} in row {row}"
-            )
-        _check_columns(row, columns)
+        _check_row(row, columns)
+        names = names or list(columns)
+        _check_same_columns(row, columns, names)
         prompts.append(columns["prompt"])
     return prompts
+
+
+def _is_stream(dataset: Any) -> bool:
+    """Whether it can only be iterated over, but again and again."""
+    map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    return hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__") and not map_style
+
+
+def _holds_shuffle(iterable: Any) -> bool:
+    """Whether a part of a `datasets.IterableDataset` shuffles; neither its API nor its state tells (datasets 5.2)."""
+    parts = [*getattr(iterable, "ex_iterables", ()), getattr(iterable, "ex_iterable", None)]
+    return "Shuffle" in type(iterable).__name__ or any(_holds_shuffle(part) for part in parts if part is not None)
+
+
+def _check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    for name, value in identity.items():
+        if state.get(name) != value:
+            raise ValueError(
+                f"{name} must be that of the checkpoint, {state.get(name)}, got {value}; "
+                "resume with the same dataset and seed, or start a new run"
+            )
+
+
+def _check_row(row: int, columns: Any) -> None:
+    if not isinstance(columns, Mapping):
+        raise ValueError(f"dataset must hold dicts with a column 'prompt', got {type(columns).__name__} in row {row}")
+    _check_columns(row, columns)
+
+
+def _check_same_columns(row: int, columns: Collection[str], first: Collection[str]) -> None:
+    if set(columns) != set(first):
+        raise ValueError(
+            f"dataset must have the same columns in every row, got {', '.join(columns)} in row {row} and "
+            f"{', '.join(first)} in row 0; fill in None"
+        )
 
 
 def _check_columns(row: int, names: Collection[str]) -> None:
@@ -200,38 +411,42 @@ def _check_prompt(row: int, prompt: Any, first: Any) -> None:
 
 
 def _tokenize(
-    prompts: Sequence[Any], tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+    prompts: Sequence[Any],
+    rows: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
 ) -> list[np.ndarray]:
-    """[num_rows] int32 arrays, tokenised by batches."""
+    """[num_rows] int32 arrays, tokenised by batches; `rows` are the numbers that errors name."""
     bos = tokenizer.bos_token_id
     adds_bos = bos is not None and tokenizer("")["input_ids"][:1] == [bos]
-    batches = [range(len(prompts))[start : start + _BATCH_ROWS] for start in range(0, len(prompts), _BATCH_ROWS)]
+    batches = [slice(start, start + _BATCH_ROWS) for start in range(0, len(prompts), _BATCH_ROWS)]
     return [
         np.array(_with_one_bos(ids, bos, adds_bos), dtype=np.int32)
-        for rows in batches
-        for ids in _encode_rows(prompts, rows, tokenizer, chat_template_kwargs)
+        for batch in batches
+        for ids in _encode(prompts[batch], rows[batch], tokenizer, chat_template_kwargs)
     ]
 
 
-def _encode_rows(
-    prompts: Sequence[Any], rows: range, tokenizer: PreTrainedTokenizerBase, chat_template_kwargs: Mapping[str, Any]
+def _encode(
+    prompts: Sequence[Any],
+    rows: Sequence[int],
+    tokenizer: PreTrainedTokenizerBase,
+    chat_template_kwargs: Mapping[str, Any],
 ) -> list[list[int]]:
     """Token ids of some rows, without what the tokenizer adds around plain text."""
-    batch = [prompts[row] for row in rows]
     try:
-        if isinstance(batch[0], str):
-            return tokenizer(batch, add_special_tokens=False)["input_ids"]
+        if isinstance(prompts[0], str):
+            return tokenizer(prompts, add_special_tokens=False)["input_ids"]
         return tokenizer.apply_chat_template(
-            batch, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
+            prompts, add_generation_prompt=True, tokenize=True, return_dict=True, **chat_template_kwargs
         )["input_ids"]
     except Exception as error:
         if len(rows) > 1:  # one by one, to name the row
-            return [
-                _encode_rows(prompts, rows[i : i + 1], tokenizer, chat_template_kwargs)[0] for i in range(len(rows))
-            ]
+            pairs = zip(prompts, rows, strict=True)
+            return [_encode([prompt], [row], tokenizer, chat_template_kwargs)[0] for prompt, row in pairs]
         raise ValueError(
             "prompt must be text that the tokenizer can encode or a conversation that its chat template accepts, "
-            f"got {reprlib.repr(batch[0])} in row {rows[0]} ({type(error).__name__}: {error})"
+            f"got {reprlib.repr(prompts[0])} in row {rows[0]} ({type(error).__name__}: {error})"
         ) from error
 
 
@@ -241,15 +456,15 @@ def _with_one_bos(ids: list[int], bos: int | None, adds_bos: bool) -> list[int]:
     return [bos] * (adds_bos or num_bos > 0) + ids[num_bos:]
 
 
-def _check_lengths(input_ids: Sequence[np.ndarray], max_prompt_tokens: int | None) -> None:
+def _check_lengths(input_ids: Sequence[np.ndarray], rows: Sequence[int], max_prompt_tokens: int | None) -> None:
     lengths = np.array([len(ids) for ids in input_ids])
     if not lengths.all():
-        raise ValueError(f"prompt must give at least one token, got none in row {lengths.argmin()}")
+        raise ValueError(f"prompt must give at least one token, got none in row {rows[lengths.argmin()]}")
     too_long = np.flatnonzero(lengths > (np.inf if max_prompt_tokens is None else max_prompt_tokens))
     if too_long.size:
         raise ValueError(
             f"prompt must be at most max_prompt_tokens ({max_prompt_tokens}) tokens, got {lengths[too_long[0]]} in row "
-            f"{too_long[0]} ({too_long.size} rows are too long); filter the dataset or raise the limit"
+            f"{rows[too_long[0]]} ({too_long.size} rows are too long); filter the dataset or raise the limit"
         )
 
 

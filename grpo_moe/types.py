@@ -48,7 +48,8 @@ class SamplingParams:
     def __post_init__(self):
         _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
         _require(self.num_generations >= 1, "num_generations", "at least 1", self.num_generations)
-        _require(0 <= self.temperature < float("inf"), "temperature", "0 (greedy) or positive", self.temperature)
+        usable = self.temperature == 0 or 1e-6 <= self.temperature < float("inf")
+        _require(usable, "temperature", "0 (greedy) or positive, from 1e-6 on", self.temperature)
         _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
         _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
         _require(0 <= self.min_p < 1, "min_p", "in [0, 1)", self.min_p)

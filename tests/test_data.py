@@ -1,12 +1,15 @@
 """Prompts from datasets: ids, order, resuming, and what is refused; the character tokenizer."""
 
+import json
+import warnings
+
 import datasets
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from grpo_moe.data import PromptSource, character_tokenizer
+from grpo_moe.data import PromptSource, PromptStream, character_tokenizer, prompt_source
 
 ALPHABET = "0123456789+-=; ?\n"
 CHAT = "{% for m in messages %}{{ m['content'] }}{% endfor %}{% if add_generation_prompt %}?{% endif %}"
@@ -172,10 +175,12 @@ def test_without_shuffle_the_dataset_is_repeated_in_order(tokenizer):
     assert answers(source(tokenizer, 3, shuffle=False).take(7)) == [0, 1, 2, 0, 1, 2, 0]
 
 
-def test_all_is_in_order_and_moves_nothing(tokenizer):
+def test_all_and_first_are_in_order_and_move_nothing(tokenizer):
     stream = source(tokenizer)
+    stream.take(12)
     before = stream.state_dict()
-    assert answers(stream.all()) == [0, 1, 2, 3, 4] and len(stream) == 5
+    assert answers(stream.all()) == [0, 1, 2, 3, 4] and len(stream) == 5 and stream.epochs == 2.4
+    assert answers(stream.first(2)) == [0, 1] and len(stream.first(9)) == 5
     assert stream.state_dict() == before
 
 
@@ -220,11 +225,12 @@ TURN = [{"role": "user", "content": "1"}]
         ([], "dataset must hold at least one row"),
         ([{"question": "1", "answer": 2}], "dataset must have a column 'prompt', got question, answer in row 0"),
         ([{"prompt": "1"}, {"text": "1"}], "dataset must have a column 'prompt', got text in row 1"),
+        ([{"prompt": "1", "a": 1}, {"prompt": "1"}], "same columns in every row, got prompt in row 1 and prompt, a in"),
         (["1", "2"], "dataset must hold dicts with a column 'prompt', got str in row 0"),
         ({"train": [{"prompt": "1"}]}, r"dataset must be a single split, got a dict of train; pick dataset\['train'\]"),
         (
             iter([{"prompt": "1"}]),
-            "dataset must be a map-style dataset or a sequence of dicts, got list_iterator; .*from_gen",
+            "dataset must be a map-style dataset or a sequence of dicts, got list_iterator; .* prompt_source",
         ),
         (
             [{"prompt": "1"}, {"prompt": ""}],
@@ -273,3 +279,199 @@ def test_a_prompt_at_the_limit_is_kept_and_bad_numbers_are_refused(tokenizer):
         source(tokenizer, seed=-1)
     with pytest.raises(ValueError, match="n must be 0 or positive, got -2"):
         source(tokenizer).take(-2)
+
+
+# --- PromptStream
+
+
+class Again:
+    """Not of the datasets library: can be iterated over again, and nothing else."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+def from_generator(n):
+    return datasets.IterableDataset.from_generator(lambda: iter(rows(n)))
+
+
+def from_shards(n):
+    return datasets.Dataset.from_list(rows(n)).to_iterable_dataset(num_shards=min(n, 3))
+
+
+STREAMS = {
+    "generator": from_generator,
+    "shards": from_shards,
+    "mapped": lambda n: from_shards(n).map(lambda row: {"double": 2 * row["answer"]}),
+    "filtered in batches": lambda n: from_shards(n).filter(lambda batch: [True] * len(batch["prompt"]), batched=True),
+    "shuffled": lambda n: from_shards(n).shuffle(seed=3, buffer_size=4),
+    "shuffled, then mapped": lambda n: from_generator(n).shuffle(seed=3, buffer_size=3).map(lambda row: row),
+    "interleaved with shuffled": lambda n: datasets.interleave_datasets(
+        [from_generator(n), from_shards(n).shuffle(seed=1, buffer_size=2)]
+    ),
+    "not of datasets": lambda n: Again(rows(n)),
+}
+kinds_of_streams = pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS.keys())
+
+
+def test_prompt_source_chooses_by_the_dataset(tokenizer):
+    shared = dict(seed=0, max_prompt_tokens=9, chat_template_kwargs={})
+    assert isinstance(prompt_source(rows(3), tokenizer, **shared), PromptSource)
+    assert isinstance(prompt_source(datasets.Dataset.from_list(rows(3)), tokenizer, **shared), PromptSource)
+    for make in STREAMS.values():
+        assert isinstance(prompt_source(make(3), tokenizer, shuffle=False, **shared), PromptStream)
+    for wrong in ({"train": rows(3)}, iter(rows(3)), 3, datasets.IterableDatasetDict(train=from_shards(3))):
+        with pytest.raises(ValueError, match="dataset must be"):
+            prompt_source(wrong, tokenizer, **shared)
+
+
+def test_asking_for_shuffle_warns_unless_the_stream_shuffles_itself(tokenizer):
+    with pytest.warns(UserWarning, match="shuffle works on map-style datasets only.*dataset.shuffle"):
+        prompt_source(from_shards(5), tokenizer, seed=0, shuffle=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prompt_source(from_shards(5).shuffle(seed=0, buffer_size=3), tokenizer, seed=0, shuffle=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in STREAMS if "interleaved" not in kind])  # that one repeats rows
+def test_a_stream_gives_every_row_once_an_epoch(tokenizer, kind):
+    prompts = PromptStream(STREAMS[kind](7), tokenizer).take(14)
+    assert sorted(answers(prompts[:7])) == sorted(answers(prompts[7:])) == list(range(7))
+    assert [prompt.index for prompt in prompts] == list(range(14))
+    assert all(tokenizer.decode(p.input_ids[1:]) == p.raw for p in prompts)
+
+
+def test_a_stream_gives_the_prompts_of_a_map_style_dataset(tokenizer):
+    assert PromptStream(from_generator(7), tokenizer).take(14) == source(tokenizer, 7, shuffle=False).take(14)
+
+
+@kinds_of_streams
+@pytest.mark.parametrize("taken", [0, 3, 7, 8, 17])
+def test_a_resumed_stream_goes_on_where_it_stopped(tokenizer, make, taken):
+    stream = PromptStream(make(7), tokenizer)
+    stream.take(taken)
+    state = json.loads(json.dumps(stream.state_dict()))
+    resumed = PromptStream(make(7), tokenizer)
+    resumed.take(2)
+    resumed.load_state_dict(state)
+    assert resumed.state_dict() == stream.state_dict() and resumed.position == taken
+    again = PromptStream(make(7), tokenizer)
+    again.load_state_dict(json.loads(json.dumps(resumed.state_dict())))  # saved before anything was taken
+    expected = stream.take(30)
+    assert resumed.take(13) + resumed.take(17) == expected == again.take(30)
+    assert resumed.state_dict() == stream.state_dict() and resumed.epochs == stream.epochs >= 1
+
+
+def test_a_saved_state_spares_reading_what_was_taken(tokenizer):
+    read = []
+
+    def watched(shard):
+        for number in range(shard[0], shard[0] + 10):
+            read.append(number)
+            yield {"prompt": str(number)}
+
+    def make():
+        return PromptStream(datasets.IterableDataset.from_generator(watched, gen_kwargs={"shard": [0, 10]}), tokenizer)
+
+    stream = make()
+    stream.take(15)
+    resumed = make()
+    read.clear()
+    resumed.load_state_dict(stream.state_dict())
+    assert resumed.take(1)[0].raw == "15"
+    assert 0 not in read and read[-1] == 15
+
+
+@kinds_of_streams
+def test_two_processes_see_the_same_stream(tokenizer, make):
+    first, second = PromptStream(make(5), tokenizer), PromptStream(make(5), tokenizer)
+    for n in (3, 0, 4, 9):
+        assert first.take(n) == second.take(n)
+    assert first.state_dict() == second.state_dict()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+@kinds_of_streams
+def test_a_stream_shorter_than_a_batch_is_repeated(tokenizer, make, n):
+    stream = PromptStream(make(n), tokenizer)
+    assert set(answers(stream.take(16))) == set(range(n)) and stream.epochs >= 3
+
+
+@kinds_of_streams
+def test_first_and_all_move_nothing(tokenizer, make):
+    stream, other = PromptStream(make(5), tokenizer), PromptStream(make(5), tokenizer)
+    stream.take(8), other.take(8)
+    before = stream.state_dict()
+    first = stream.first(2)
+    assert len(first) == 2 and stream.all()[:2] == first and set(answers(stream.all())) == set(range(5))
+    assert stream.state_dict() == before and stream.take(9) == other.take(9)
+
+
+def test_a_stream_of_chats_goes_through_the_template():
+    chats = [{"prompt": [{"role": "user", "content": "1+"}]}, {"prompt": [{"role": "user", "content": "2"}]}]
+    stream = prompt_source(
+        datasets.IterableDataset.from_generator(lambda: iter(chats)), with_template(CHAT + "{{ think }}"), seed=0,
+        shuffle=False, chat_template_kwargs={"think": ";"},
+    )  # fmt: skip
+    assert [p.input_ids for p in stream.take(3)] == [(BOS, 4, 13, 18, 16), (BOS, 5, 18, 16), (BOS, 4, 13, 18, 16)]
+    assert stream.first(1)[0].raw == chats[0]["prompt"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"prompt": ""}, "not empty, got '' in row 2"),
+        ({"prompt": None}, "got None in row 2"),
+        ({"prompt": "1 x"}, "tokenizer can encode .*got '1 x' in row 2 .*UNK"),
+        ({"prompt": "123456"}, r"max_prompt_tokens \(5\) tokens, got 7 in row 2"),
+        ({"prompt": TURN}, "text in every row or chat messages in every row, got both .rows 0 and 2"),
+        ({"text": "1"}, "column 'prompt', got text in row 2"),
+        ({"prompt": "1", "answer": 2}, "same columns in every row, got prompt, answer in row 2 and prompt in row 0"),
+        ("1", "dicts with a column 'prompt', got str in row 2"),
+    ],
+)
+def test_a_bad_row_of_a_stream_is_named_when_it_comes(tokenizer, bad, message):
+    stream = PromptStream(Again([{"prompt": "1"}, {"prompt": "2"}, bad]), tokenizer, max_prompt_tokens=5)
+    stream.take(2)
+    with pytest.raises(ValueError, match=message):
+        stream.take(4)
+
+
+def test_a_bad_row_keeps_its_number_in_later_batches(tokenizer):
+    stream = PromptStream(Again([*rows(9), {"prompt": "x", "answer": 0}]), tokenizer)
+    stream.take(4), stream.take(4)
+    with pytest.raises(ValueError, match="got 'x' in row 9"):
+        stream.take(2)
+
+
+def test_faulty_streams_are_refused_at_construction(tokenizer):
+    once = iter(rows(4))
+    for dataset, message in (
+        (Again([]), "dataset must hold at least one row, got an empty one"),
+        (Again([{"question": "1"}]), "dataset must have a column 'prompt', got question in row 0"),
+        (datasets.IterableDataset.from_generator(lambda: iter([{"prompt": ""}])), "got '' in row 0"),
+        (iter(rows(2)), "dataset must be an iterable that can start again, got list_iterator; wrap"),
+        (rows(2), "got list; .* give map-style datasets to PromptSource"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            PromptStream(dataset, tokenizer)
+    stream = PromptStream(datasets.IterableDataset.from_generator(lambda: once), tokenizer)
+    with pytest.raises(ValueError, match="rows in every epoch, got none in epoch 1; a generator function must start"):
+        stream.take(9)
+
+
+def test_the_state_of_another_stream_is_refused(tokenizer):
+    state = PromptStream(from_generator(7), tokenizer).state_dict()
+    with pytest.raises(ValueError, match="fingerprint must be that of the checkpoint"):
+        PromptStream(from_generator(7).shuffle(seed=5, buffer_size=7), tokenizer).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_rows must be that of the checkpoint, None, got 7"):
+        source(tokenizer, 7).load_state_dict(state)
+    with pytest.raises(ValueError, match="num_rows must be that of the checkpoint, 7, got None"):
+        PromptStream(from_generator(7), tokenizer).load_state_dict(source(tokenizer, 7).state_dict())
+    longer = PromptStream(Again(rows(7)), tokenizer)
+    longer.take(5)
+    with pytest.raises(ValueError, match="dataset must have the 5 rows of the checkpoint's epoch, got 3"):
+        PromptStream(Again(rows(3)), tokenizer).load_state_dict(longer.state_dict())

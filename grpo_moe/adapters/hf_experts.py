@@ -58,13 +58,6 @@ def can_run_experts(model: torch.nn.Module) -> bool:
     return bool(experts) and all(_can_run(module) for module in experts)
 
 
-def experts_wait_for_host(model: torch.nn.Module) -> str | None:
-    """Name of the implementation of the model's experts if it looks at the routing on the host, as no graph can."""
-    name = getattr(model.config.get_text_config(), "_experts_implementation", None) or "eager"
-    captures = NAMES.get(name) == "fused" or name in ("grouped_mm", "batched_mm")
-    return name if _experts_of(model) and not captures else None
-
-
 @contextmanager
 def experts_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The float32 weights of the experts in a lower precision, for many forwards under autocast to it.

@@ -11,7 +11,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from grpo_moe.data import PromptSource
+from grpo_moe.data import PromptSource, PromptStream
 from grpo_moe.rewards import RewardCaller, soft_overlong_penalty
 from grpo_moe.rollout import RolloutEngine
 from grpo_moe.types import Completion, Message, Prompt, SamplingParams
@@ -58,7 +58,7 @@ class Collector:
         self.faults: Counter[str] = Counter()
         """Completions that reward functions failed on, by "function/kind", until somebody clears it."""
 
-    def collect(self, source: PromptSource, sampling: SamplingParams) -> Rollout:
+    def collect(self, source: PromptSource | PromptStream, sampling: SamplingParams) -> Rollout:
         """Groups for one step on this process; with dynamic sampling only those with a spread of rewards.
 
         Every process draws from the same stream of prompts, each its own whole groups, and all take part in the same

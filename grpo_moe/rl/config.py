@@ -78,7 +78,9 @@ class GRPOConfig(LossConfig):
     )
     num_generations: int = _option(8, "Completions a prompt (G), at least 2.")
     num_iterations: int = _option(1, "Passes over each rollout.")
-    shuffle_dataset: bool = _option(True, "Take the prompts in a new random order each epoch.")
+    shuffle_dataset: bool = _option(
+        True, "Take the rows in a new random order each epoch (shuffle a stream by its own shuffle())."
+    )
 
     # Rollout
     max_completion_length: int = _option(256, "Longest completion in tokens; the constant of dr_grpo.")
@@ -138,7 +140,7 @@ class GRPOConfig(LossConfig):
     save_steps: int | None = _option(None, "Checkpoint every this many updates; unset: only when interrupted.")
     save_total_limit: int = _option(2, "Checkpoints to keep, besides the best.")
     metric_for_best_model: str | None = _option(
-        None, "Evaluation metric by which the best checkpoint is kept, as eval_pass_rate."
+        None, "Evaluation metric by which the best checkpoint is kept, as eval_pass_rate or eval_pass_at_4."
     )
     greater_is_better: bool = _option(True, "Whether the best is the largest.")
     resume_from_checkpoint: str | None = _option(

@@ -72,8 +72,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: str | os.PathLike) -> None:
     figure = Figure(figsize=(15, 7.5), layout="constrained")
     axes = figure.subplots(2, 3).flat
     for ax, panel in zip(axes, _PANELS, strict=False):
-        _finish(ax, panel.title, drawn=_draw_panel(ax, panel, metrics))
-    _finish(axes[len(_PANELS)], "Seconds by phase", drawn=_draw_phases(axes[len(_PANELS)], metrics))
+        finish(ax, panel.title, drawn=draw_panel(ax, panel, metrics))
+    finish(axes[len(_PANELS)], "Seconds by phase", drawn=_draw_phases(axes[len(_PANELS)], metrics))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
 
@@ -84,7 +84,7 @@ def encodable(text: str, encoding: str = "utf-8") -> str:
 
 
 @dataclass(frozen=True)
-class _Panel:
+class Panel:
     """One set of axes: lines on the left scale, lines on the right scale and single points, as {key: label}."""
 
     title: str
@@ -94,24 +94,24 @@ class _Panel:
 
 
 _PANELS = (
-    _Panel(
+    Panel(
         "Reward and pass rate",
         left={"reward": "reward", "pass_rate": "pass rate"},
         right={},
         points={"eval_pass_rate": "held-out, sampled", "eval_greedy_pass_rate": "held-out, greedy"},
     ),
-    _Panel("Completion length", {"completions/mean_length": "tokens"}, {"completions/clipped_ratio": "truncated"}, {}),
-    _Panel("Exploration", {"entropy": "entropy (nats)"}, {"clip_ratio": "clipped share of tokens"}, {}),
-    _Panel("Gradient", {"grad_norm": "gradient norm"}, {"learning_rate": "learning rate"}, {}),
-    _Panel("Groups", {"frac_reward_zero_std": "groups without spread"}, {"sampling/rounds": "sampling rounds"}, {}),
+    Panel("Completion length", {"completions/mean_length": "tokens"}, {"completions/clipped_ratio": "truncated"}, {}),
+    Panel("Exploration", {"entropy": "entropy (nats)"}, {"clip_ratio": "clipped share of tokens"}, {}),
+    Panel("Gradient", {"grad_norm": "gradient norm"}, {"learning_rate": "learning rate"}, {}),
+    Panel("Groups", {"frac_reward_zero_std": "groups without spread"}, {"sampling/rounds": "sampling rounds"}, {}),
 )
 _COLORS = ("#1f77b4", "#e07b39", "#2a9d5c", "#8e5bb5")
 _PHASE_COLORS = ("#4c78a8", "#72b7b2", "#eeca3b", "#e45756", "#b279a2", "#9d755d")
 
 
-def _draw_panel(ax, panel: _Panel, metrics: list[dict[str, Any]]) -> bool:
+def draw_panel(ax, panel: Panel, metrics: list[dict[str, Any]]) -> bool:
     """Returns whether there was anything to draw."""
-    curves = [(label, *_series(metrics, key)) for key, label in (panel.left | panel.points | panel.right).items()]
+    curves = [(label, *series(metrics, key)) for key, label in (panel.left | panel.points | panel.right).items()]
     for (label, steps, values), color in zip(curves, _COLORS, strict=False):
         if not steps.size:
             continue
@@ -141,7 +141,7 @@ def _draw_line(ax, steps: np.ndarray, values: np.ndarray, label: str, color: str
 def _draw_phases(ax, metrics: list[dict[str, Any]]) -> bool:
     """Returns whether there was anything to draw."""
     names = dict.fromkeys(key for row in metrics for key in row if key.startswith("seconds/"))
-    series = {name.removeprefix("seconds/"): _series(metrics, name) for name in names if name != "seconds/total"}
+    series = {name.removeprefix("seconds/"): series(metrics, name) for name in names if name != "seconds/total"}
     steps = np.unique(np.concatenate([np.empty(0), *(own_steps for own_steps, _ in series.values())]))
     if not steps.size:
         return False
@@ -160,7 +160,7 @@ def _on_steps(steps: np.ndarray, own_steps: np.ndarray, values: np.ndarray) -> n
     return result
 
 
-def _finish(ax, title: str, *, drawn: bool) -> None:
+def finish(ax, title: str, *, drawn: bool) -> None:
     ax.set_title(title)
     ax.spines["top"].set_visible(False)
     if not drawn:
@@ -174,7 +174,7 @@ def _finish(ax, title: str, *, drawn: bool) -> None:
         ax.legend(frameon=False, fontsize="small", ncols=2)
 
 
-def _series(metrics: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
+def series(metrics: list[dict[str, Any]], key: str) -> tuple[np.ndarray, np.ndarray]:
     """The steps and values [n], [n] of the lines where `key` is a finite number, in order of the step."""
     pairs = [(row["step"], row[key]) for row in metrics if row.get(key) is not None and row.get("step") is not None]
     table = np.array(sorted(pairs), dtype=float).reshape(-1, 2)

@@ -61,7 +61,7 @@ class TrainerState:
         if name not in metrics:
             raise ValueError(f"metric_for_best_model must be one of {', '.join(metrics)}, got {name!r}")
         sign = 1 if args.greater_is_better else -1
-        if self.best and sign * metrics[name] <= sign * self.best["value"]:
+        if not math.isfinite(metrics[name]) or self.best and sign * metrics[name] <= sign * self.best["value"]:
             return False
         self.best = {"step": self.step, "value": metrics[name]}
         return True

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -16,18 +17,20 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from grpo_moe.adapters.coverage import unreached_adapters
-from grpo_moe.data import PromptSource
+from grpo_moe.data import PromptSource, PromptStream, prompt_source
 from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
 from grpo_moe.rollout.base import context_length
 from grpo_moe.types import RolloutBatch, SamplingParams
 
-from .batch import batch_loss, collate, select
+from .batch import Group, batch_loss, collate, select
 from .callbacks import Callbacks
+from .capsule import save_capsule
 from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
 from .collect import Collector
 from .config import GRPOConfig
+from .doctor import DOCTOR_VARIABLE, Check, doctor, run_doctor
 from .evaluation import evaluate
 from .guards import out_of_memory_explained, rollout_warnings
 from .interrupt import InterruptGuard
@@ -55,6 +58,7 @@ class GRPOTrainer:
         optimizers: an optimiser of the model's parameters and a schedule, instead of AdamW and that of the options.
         peft_config: adapters to train instead of the model, as peft.LoraConfig; the reference is the model without.
         reward_weights: one number a reward function; all 1 by default.
+        compute_metrics: f(evaluated groups) giving further numbers, which become eval_<name>.
         rollout_engine: generates completions; by default that of :func:`grpo_moe.rollout.default_engine`.
 
     Raises:
@@ -74,11 +78,12 @@ class GRPOTrainer:
         *,
         peft_config: Any = None,
         reward_weights: Sequence[float] | None = None,
+        compute_metrics: Callable[[list[Group]], dict[str, float]] | None = None,
         rollout_engine: RolloutEngine | None = None,
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self._earlier_seconds: dict[str, float] = {}
-        self._adapters_reached = False
+        self._adapters_reached, self.compute_metrics = False, compute_metrics
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
@@ -93,13 +98,13 @@ class GRPOTrainer:
                 f"max_completion_length must leave room for a prompt in the context of {context_length(policy)}, "
                 f"got {args.max_completion_length}; lower it"
             )
-        self.source = PromptSource(
+        self.source = prompt_source(
             train_dataset, self.tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, max_prompt_tokens=room
         )
         self._check_rewards(self.source)
         self.eval_prompts = []
         if eval_dataset is not None:
-            evaluation = PromptSource(eval_dataset, self.tokenizer, seed=0, max_prompt_tokens=room)
+            evaluation = prompt_source(eval_dataset, self.tokenizer, seed=0, shuffle=False, max_prompt_tokens=room)
             self._check_rewards(evaluation)
             self.eval_prompts = evaluation.all()
 
@@ -137,6 +142,8 @@ class GRPOTrainer:
             KeyboardInterrupt: after SIGINT or SIGTERM, once the step is done and a checkpoint written.
             FloatingPointError: several updates in a row had a non-finite gradient.
         """
+        if os.environ.get(DOCTOR_VARIABLE):
+            raise SystemExit(run_doctor(self))
         self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
         display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
@@ -193,7 +200,7 @@ class GRPOTrainer:
                         with self._sync(number == len(window.micro_batches)):
                             loss = self.loss(select(batch, rows), window, metrics)
                             self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
-                    self.optimizer_step(window, metrics)
+                    self.optimizer_step(batch, window, metrics)
         self.collector.engine.sync_weights(self.policy)
         if not self.state.rollouts:
             for warning in rollout_warnings(rollout.generated, self.args):
@@ -242,15 +249,17 @@ class GRPOTrainer:
         metrics.add_sum("loss", result.loss.detach() / self.args.updates_per_rollout)
         return result.loss + self.args.router_aux_loss_coef * routed.aux_loss
 
-    def optimizer_step(self, window: Window, metrics: Metrics) -> None:
+    def optimizer_step(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> None:
         """Clips and applies the gradient; skips and counts a window without tokens or with a non-finite gradient."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
+        self._check_adapters(float(norm))
         if self.state.count_update(window.num_loss_tokens, float(norm)):
-            self._check_adapters(float(norm))
             self.optimizer.step()
             self.scheduler.step()
+        elif window.num_loss_tokens:
+            self._keep_capsule(batch, window, float(norm))
         self.optimizer.zero_grad()
         self.state.check_gradients(float(norm))
         if self.args.sync_ref_model and self.state.step % self.args.ref_model_sync_steps == 0:
@@ -260,12 +269,21 @@ class GRPOTrainer:
         """Pass rate and reward on the evaluation prompts; empty without an eval_dataset."""
         if not self.eval_prompts:
             return {}
-        metrics, groups = evaluate(self.collector, self.eval_prompts)
+        metrics, groups = evaluate(
+            self.collector,
+            self.eval_prompts,
+            num_generations=self.args.num_generations_eval,
+            compute_metrics=self.compute_metrics,
+        )
         self.timer.step_seconds()  # not those of the next step
         self.record.log(self.state.step, metrics)
         self.record.show(groups)
         self.callbacks("evaluate", self.state.step, metrics=metrics)
         return metrics
+
+    def doctor(self) -> list[Check]:
+        """Findings on one small rollout, before hours are spent; changes nothing. See :mod:`grpo_moe.rl.doctor`."""
+        return doctor(self)
 
     def save_model(self, output_dir: str | None = None) -> None:
         """Writes weights (safetensors), config and tokenizer; the folder loads with plain from_pretrained.
@@ -287,7 +305,10 @@ class GRPOTrainer:
             "num_processes": self.accelerator.num_processes,
             "config": self._settings,
         }
-        return save_checkpoint(self.accelerator, state, self.args.output_dir, keep=self.args.save_total_limit)
+        keep = {"keep": self.args.save_total_limit, "best": self.state.best.get("step")}
+        path = save_checkpoint(self.accelerator, state, self.args.output_dir, **keep)
+        self.callbacks("save", self.state.step)
+        return path
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -307,14 +328,31 @@ class GRPOTrainer:
             return_routes=self.args.routing_replay == "R3",
         )
 
-    def _check_rewards(self, source: PromptSource) -> None:
-        prompts = [source[row] for row in range(min(2, len(source)))]
+    def _keep_capsule(self, batch: RolloutBatch, window: Window, norm: float) -> None:
+        """The rows of an update that could not be made, for ``grpo-moe replay``."""
+        rows = torch.cat(window.micro_batches)
+        if not len(rows):
+            return
+        part, name = select(batch, rows), f"update_{self.state.step:06d}_{self.accelerator.process_index}.safetensors"
+        save_capsule(
+            Path(self.args.output_dir) / "capsules" / name,
+            part,
+            self.args,
+            step=self.state.step,
+            reason=f"grad_norm is {norm}",
+            current_logps=self._prepared.logps(self.policy, part),
+            num_loss_tokens=window.num_loss_tokens,
+            num_sequences=window.num_sequences,
+        )
+
+    def _check_rewards(self, source: PromptSource | PromptStream) -> None:
+        prompts = source.first(2)
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
         self.rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})
 
     def _check_adapters(self, norm: float) -> None:
         """Before the first update with a gradient: an adapter that it does not reach never learns."""
-        if self.adapters is None or self._adapters_reached or norm == 0:
+        if self.adapters is None or self._adapters_reached or not 0 < norm < math.inf:
             return
         if unreached := unreached_adapters(self.policy.named_parameters()):
             raise ValueError(
@@ -348,8 +386,7 @@ class GRPOTrainer:
         return nullcontext() if last else self.accelerator.no_sync(self.model)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
-        epoch = self.source.position / len(self.source)
-        line = {"epoch": epoch, "num_skipped_updates": self.state.skipped_updates, **metrics}
+        line = {"epoch": self.source.epochs, "num_skipped_updates": self.state.skipped_updates, **metrics}
         self.record.log(self.state.step, line)
         self.callbacks("log", self.state.step, logs=line)
 

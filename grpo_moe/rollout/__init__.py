@@ -1,11 +1,13 @@
 """Rollout engines: completions and their log-probabilities from the policy."""
 
-from grpo_moe.adapters.hf_head import layers_with_state
+import logging
 
 from .base import RolloutEngine
 from .hf import HFEngine
 from .native import NativeEngine
 from .vllm import FolderTransfer, NCCLTransfer, VLLMEngine
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "FolderTransfer",
@@ -19,6 +21,9 @@ __all__ = [
 
 
 def default_engine(model, tokenizer) -> RolloutEngine:
-    """NativeEngine, or HFEngine for models with layers that carry another state than keys and values."""
-    engine = HFEngine if layers_with_state(model.config.get_text_config()) else NativeEngine
-    return engine(model, tokenizer)
+    """NativeEngine, or HFEngine for models with layers that carry another state than keys and values; it says so."""
+    try:
+        return NativeEngine(model, tokenizer)
+    except TypeError as error:
+        logger.warning("Rollouts go through HFEngine, not NativeEngine: %s.", error)
+        return HFEngine(model, tokenizer)

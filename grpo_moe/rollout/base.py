@@ -6,6 +6,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -25,11 +26,12 @@ class RolloutEngine(Protocol):
         ...
 
 
-def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int) -> list[Prompt]:
+def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int, vocab_size: int) -> list[Prompt]:
     """The prompts, those given as plain token ids wrapped.
 
     Raises:
-        ValueError: an empty prompt, or one of ``context_length`` tokens or more: no room for a completion.
+        ValueError: an empty prompt, one of ``context_length`` tokens or more (no room for a completion), or an id
+            outside of the vocabulary.
     """
     prompts = [p if isinstance(p, Prompt) else Prompt(tuple(int(token) for token in p)) for p in prompts]
     for number, prompt in enumerate(prompts):
@@ -38,6 +40,11 @@ def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int) -
             raise ValueError(
                 f"prompt {number} must have 1 to {context_length - 1} tokens (the context has {context_length}), "
                 f"got {length}; shorten it or leave it out"
+            )
+        if not 0 <= min(prompt.input_ids) <= max(prompt.input_ids) < vocab_size:
+            raise ValueError(
+                f"prompt {number} must have token ids in 0..{vocab_size - 1}, got {min(prompt.input_ids)} to "
+                f"{max(prompt.input_ids)}; use the model's tokenizer"
             )
     return prompts
 
@@ -86,6 +93,14 @@ def uniforms(keys: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     z = (z ^ _shift_right(z, 27)) * mix2
     z = z ^ _shift_right(z, 31)
     return _shift_right(z, 11).double() * 2.0**-53
+
+
+def with_text(completions: list[Completion], tokenizer) -> list[Completion]:
+    """The same completions with their text decoded, special tokens left out."""
+    if tokenizer is None:
+        return completions
+    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    return [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]
 
 
 @contextmanager

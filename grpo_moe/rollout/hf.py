@@ -10,12 +10,11 @@ import torch
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
-from grpo_moe.adapters.hf_head import completion_logps
+from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
 from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids
-from .native import with_text
+from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, with_text
 from .routes import recording, routing_hooks, sequence_routes
 
 SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
@@ -29,7 +28,7 @@ class HFEngine:
     forward replays the experts of the generation.
 
     Args:
-        model: a transformers causal LM prepared by :func:`grpo_moe.adapters.hf_head.add_token_logps`.
+        model: a transformers causal LM.
         tokenizer: for text, pad and EOS ids.
         max_rows: sequences generated at once.
         continuous_batching: ``model.generate_batch`` instead of ``model.generate``, with a new manager for every batch:
@@ -37,7 +36,7 @@ class HFEngine:
     """
 
     def __init__(self, model, tokenizer, *, max_rows: int = 256, continuous_batching: bool = False):
-        self.model, self.tokenizer, self.max_rows = model, tokenizer, max_rows
+        self.model, self.tokenizer, self.max_rows = add_token_logps(model), tokenizer, max_rows
         self.continuous_batching = continuous_batching
         self.stop_ids = stop_token_ids(model, tokenizer)
 
@@ -49,7 +48,7 @@ class HFEngine:
                 continuous batching.
             RuntimeError: continuous batching failed for a sequence.
         """
-        prompts = as_prompts(prompts, context_length(self.model))
+        prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         if sampling.is_truncated:
             raise ValueError(
                 "top_k, top_p and min_p must be 0, 1 and 0 with HFEngine, got "

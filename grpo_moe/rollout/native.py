@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
@@ -12,14 +12,14 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
 from grpo_moe.adapters.hf_decode import Decoder
-from grpo_moe.adapters.hf_experts import experts_in, experts_wait_for_host
-from grpo_moe.adapters.hf_head import head_of, layers_with_state
+from grpo_moe.adapters.hf_experts import experts_in
+from grpo_moe.adapters.hf_head import add_token_logps, check_head, head_of
 from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.ops import head_logits
-from grpo_moe.ops.attention import KVCache
+from grpo_moe.ops.attention.kv_cache import KVCache, bytes_per_row
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids
+from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, with_text
 from .graphs import StepGraphs, bucket
 from .routes import recording, routing_hooks
 from .rows import Rows, Where
@@ -48,34 +48,40 @@ class NativeEngine:
         model: a transformers causal LM whose layers cache keys and values alone.
         tokenizer: for the text of completions and its EOS id; optional.
         max_rows: sequences decoded at once; fewer where the GPU's memory ends.
-        keep_graphs: keep buffers and graphs from call to call, for calls of few tokens; see :meth:`release`. Under
-            autocast they never outlive a call, as its low-precision weights do not.
+        keep_graphs: keep buffers and graphs from call to call, for calls of few tokens. After a change of anything but
+            values (adapters merged or switched, another implementation of experts) call :meth:`release`. Under autocast
+            they never outlive a call, as its low-precision weights do not.
+
+    One engine is for one thread.
 
     Raises:
         TypeError: no transformers model, or one with layers that carry another state, as linear attention.
-        ValueError: a model whose attention does not go through transformers' interface.
+        ValueError: a model whose head, or whose steps on a cache, are not its own.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer=None, *, max_rows: int = 1024, keep_graphs: bool = False):
-        rule = "model must be a transformers causal LM that caches keys and values alone, got "
         if not isinstance(model, PreTrainedModel):
-            raise TypeError(f"{rule}{type(model).__name__}; pass one")
-        if states := layers_with_state(model.config.get_text_config()):
-            kinds = ", ".join(states)
-            raise TypeError(f"{rule}{type(model).__name__} with layers of type {kinds}; use HFEngine for other models")
+            raise TypeError(
+                f"model must be a transformers causal LM, got {type(model).__name__}; pass the model itself: of PEFT's "
+                "wrapper get_base_model(), of a compiled one what was compiled"
+            )
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}; 1024 is the default")
         self.model, self.tokenizer, self.max_rows, self.keep_graphs = model, tokenizer, max_rows, keep_graphs
         self.stop_ids = stop_token_ids(model, tokenizer)
+        is_new = not getattr(model, "_has_token_logps", False)  # a trainer has checked it before it wrapped its forward
+        add_token_logps(model)
         with rollout_mode(model):
+            if is_new:
+                check_head(model)
             self._decoder = Decoder(model)
         self._batch: _Batch | None = None
-        if model.device.type == "cuda" and (name := experts_wait_for_host(model)):
+        if self._decoder.waits_for_host:
             logger.warning(
-                'Experts of %s run by "%s", which waits for the host: decode steps run eagerly, not as CUDA graphs. '
-                'Set experts_implementation="grpo_moe" (GPT-OSS-Lite: moe_dispatch="fused").',
+                "Decode steps of %s run eagerly, not as CUDA graphs, since they wait for the host (%s). "
+                'Experts do not with experts_implementation="grpo_moe" (GPT-OSS-Lite: moe_dispatch="fused").',
                 type(model).__name__,
-                name,
+                self._decoder.waits_for_host,
             )
 
     @property
@@ -90,7 +96,7 @@ class NativeEngine:
             ValueError: an empty prompt or one that fills the context.
             RuntimeError: the keys and values of one sequence do not fit the GPU's free memory.
         """
-        prompts = as_prompts(prompts, context_length(self.model))
+        prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         sequences = self._sequences(prompts, sampling)
         if not sequences:
             return []
@@ -127,7 +133,7 @@ class NativeEngine:
         length = max(len(s.prompt) + s.room for s in sequences)
         length = min(-(-length // ROUND_LENGTHS_TO) * ROUND_LENGTHS_TO, max(length, context_length(self.model)))
         wanted = min(self.max_rows, len(sequences))
-        wanted = bucket(wanted) if self.model.device.type == "cuda" else wanted
+        wanted = min(bucket(wanted), self.max_rows) if self.model.device.type == "cuda" else wanted
         form = replace(sampling, seed=0, num_generations=1), tuple(p.data_ptr() for p in self.model.parameters())
         old = self._batch
         if old is not None and old.form == form and old.cache.max_length >= length and old.rows_wanted >= wanted:
@@ -154,7 +160,7 @@ class NativeEngine:
                 running = {place: running[row] for place, row in enumerate(order)}
                 rows = fewer
             batch.steps(rows)
-            for row, completion in batch.collect(running, sequences).items():
+            for row, completion in batch.collect(running).items():
                 made[running.pop(row)] = completion
         return [made[i] for i in range(len(sequences))]
 
@@ -190,10 +196,11 @@ class _Batch:
         self.head = head_of(model)
         if torch.is_autocast_enabled(device.type):
             self.head["weight"] = self.head["weight"].to(dtype)  # once, not at every step
-        self.graphs = StepGraphs(self._step, enabled=self.on_gpu and experts_wait_for_host(model) is None)
+        self.graphs = StepGraphs(self._step, enabled=self.on_gpu and decoder.waits_for_host is None)
         self.longest, self.left = torch.zeros(2, self.num_rows, dtype=torch.long)
-        # on the host, as if no row ever stopped: tokens that each row holds, and that it may still draw
+        """On the host, as if no row ever stopped: tokens that each row holds, and that it may still draw."""
         self.prompt_routes: dict[int, RoutingRecord] = {}
+        """Of the prompt in each row."""
 
     def start(self, rows: list[int], sequences: list[_Sequence]) -> None:
         """Prefills the prompts of the sequences, puts these into rows, and draws their first tokens."""
@@ -218,7 +225,7 @@ class _Batch:
         with recording(self.routing) as forwards:
             hidden = self.decoder.prefill(ids, lengths, lambda layer, *pair: self.cache.load(layer, *pair, **to))
         for record in forwards:
-            self._take_routes(record, place_of, lengths)
+            self._take_routes(record.to("cpu"), rows, [place_of[s.number] for s in sequences], list(map(len, prompts)))
         keys = torch.tensor([s.key for s in sequences], device=device)
         self.rows.start(to["rows"], keys, torch.tensor([s.room for s in sequences], device=device))
         self.cache.lengths[to["rows"]] = lengths[sources]
@@ -226,22 +233,20 @@ class _Batch:
         self.left[rows] = torch.tensor([s.room - 1 for s in sequences])
         self._draw(to["rows"], hidden[sources, lengths[sources] - 1])
 
-    def _take_routes(self, record: RoutingRecord, place_of, lengths) -> None:
+    def _take_routes(self, record: RoutingRecord, rows: list[int], places: list[int], lengths: list[int]) -> None:
         if self.rows.routes is None:
             _, _, layers, slots = record.indices.shape
             shape = (*self.rows.tokens.shape, layers, slots)
-            self.rows.routes = torch.full(shape, -1, dtype=record.indices.dtype, device=record.indices.device)
-        record = record.to("cpu")
-        for number, place in place_of.items():
-            self.prompt_routes[number] = record.rows(slice(place, place + 1)).resize(int(lengths[place]))
+            self.rows.routes = torch.full(shape, -1, dtype=record.indices.dtype, device=self.rows.tokens.device)
+        for row, place in zip(rows, places, strict=True):
+            self.prompt_routes[row] = record.rows(slice(place, place + 1)).resize(lengths[place])
 
     def steps(self, rows: int) -> None:
         """Some steps over the first rows; running ones get as many tokens."""
         for _ in range(min(STEPS_BETWEEN_LOOKS if self.on_gpu else 1, int(self.left[:rows].max()))):
             self.longest[:rows] += 1
             self.left[:rows] -= 1
-            if not self.on_gpu:
-                self.cache.longest = int(self.longest[:rows].max())
+            self.cache.longest = int(self.longest[:rows].max())
             self.graphs.run(rows)
 
     def _step(self, rows: int) -> None:
@@ -257,7 +262,7 @@ class _Batch:
         tokens, logps = draw(head_logits(hidden, **self.head), self.rows.uniform(where), self.sampling)
         self.rows.append(where, tokens, logps)
 
-    def collect(self, running: dict[int, int], sequences: list[_Sequence]) -> dict[int, Completion]:
+    def collect(self, running: Iterable[int]) -> dict[int, Completion]:
         """Completions of the running rows that have finished, by row."""
         live = self.rows.live.tolist()
         done = [row for row in running if not live[row]]
@@ -270,14 +275,14 @@ class _Batch:
         made = {}
         for i, row in enumerate(done):
             n, reason = counts[i], "stop" if stopped[i] else "length"
-            own = None if routes is None else self._routes(sequences[running[row]], routes[i, : n - 1])
+            own = None if routes is None else self._routes(row, routes[i, : n - 1])
             made[row] = Completion(tuple(tokens[i][:n]), tuple(logps[i][:n]), reason, routes=own)
         self.longest[done] = self.left[done] = 0
         return made
 
-    def _routes(self, sequence: _Sequence, drawn: torch.Tensor) -> RoutingRecord:
+    def _routes(self, row: int, drawn: torch.Tensor) -> RoutingRecord:
         """Of prompt and completion, -1 for the last token, which was never forwarded."""
-        prompt = self.prompt_routes[sequence.number]
+        prompt = self.prompt_routes.pop(row)
         both = replace(prompt, indices=torch.cat([prompt.indices, drawn[None]], 1))
         return both.resize(both.indices.shape[1] + 1)
 
@@ -291,6 +296,7 @@ class _Batch:
         places = torch.tensor(order, device=self.rows.live.device)
         self.cache.keep(places)
         self.rows.keep(places)
+        self.prompt_routes = {place: self.prompt_routes[row] for place, row in enumerate(order) if self.prompt_routes}
         for count in (self.longest, self.left):
             count[: len(order)] = count[order]
             count[len(order) :] = 0
@@ -299,8 +305,8 @@ class _Batch:
 def _rows_that_fit(rows: int, max_length: int, decoder: Decoder, dtype: torch.dtype) -> int:
     """Rows whose keys, values and logits fit the free memory of the GPU."""
     device = decoder.model.device
-    meta = KVCache(decoder.layers, 1, max_length, device="meta", dtype=dtype)
-    per_row = meta.nbytes + 3 * 4 * decoder.model.config.get_text_config().vocab_size
+    logits_bytes = 3 * 4 * decoder.model.config.get_text_config().vocab_size
+    per_row = bytes_per_row(decoder.layers.values(), max_length, dtype) + logits_bytes
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     free = SHARE_OF_FREE_MEMORY * (torch.cuda.mem_get_info(device)[0] + unused)
     fit = int(free // per_row)
@@ -319,11 +325,3 @@ def _compute_dtype(model: PreTrainedModel) -> Iterator[None]:
     autocast = torch.is_autocast_enabled(device)
     with experts_in(model, torch.get_autocast_dtype(device)) if autocast else nullcontext():
         yield
-
-
-def with_text(completions: list[Completion], tokenizer) -> list[Completion]:
-    """The same completions with their text decoded, special tokens left out."""
-    if tokenizer is None:
-        return completions
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
-    return [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]

@@ -27,7 +27,7 @@ class Probe:
 
     def __init__(self, model, context: int, tolerance: float):
         generator = torch.Generator().manual_seed(0)
-        length = min(TOKENS + 1, context, context_length(model))
+        length = min(TOKENS + 1, context - 1, context_length(model))
         self.ids = torch.randint(model.config.get_text_config().vocab_size, (ROWS, length), generator=generator)
         self.tolerance = tolerance
         self.difference = 0.0
@@ -45,6 +45,7 @@ class Probe:
         Raises:
             RuntimeError: they differ by more than the tolerance, or moved with the model's by less than a tenth.
         """
+        noise = max(self.difference, MIN_TOLERANCE)
         expected, got = self._compare(model, score)
         differences = (expected - got).abs()
         if not self.difference <= self.tolerance:  # NaN too
@@ -56,7 +57,7 @@ class Probe:
         if self._last is not None:
             pairs = zip((expected, got), self._last, strict=True)
             moved, followed = (float((now - before).abs().mean()) for now, before in pairs)
-            if followed < moved / 10:
+            if moved > noise and followed < moved / 10:
                 raise RuntimeError(
                     f"log-probabilities of the probe tokens at {name} must move with the model's, by {moved:.2e} nats "
                     f"on average, got {followed:.2e}; its weights are stale: do not train on its rollouts"

@@ -11,7 +11,7 @@ Where = slice | torch.Tensor
 
 
 class Rows:
-    """R rows, each empty, running or finished. Nothing here waits for the device but :meth:`finished`.
+    """R rows, each empty, running or finished. Nothing here waits for the device.
 
     Args:
         rows: R.

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
-from .base import as_prompts, context_length, sequence_keys, stop_token_ids
-from .native import with_text
+from .base import as_prompts, context_length, sequence_keys, stop_token_ids, with_text
 from .probe import MAX_TOLERANCE, Probe, model_logps
 from .routes import routing_hooks
 from .vllm_transfer import FolderTransfer, NCCLTransfer, Server
@@ -57,7 +57,7 @@ class VLLMEngine:
     loopback or in a private network.
 
     Args:
-        model: a transformers causal LM prepared by :func:`grpo_moe.adapters.hf_head.add_token_logps`.
+        model: a transformers causal LM.
         tokenizer: for the text of completions and its EOS id; optional.
         transfer: how weights reach the server. None: another process sends to it, and this one waits for them.
         url: of the server.
@@ -86,7 +86,7 @@ class VLLMEngine:
         max_requests: int = 256,
         timeout: float = 600.0,
     ):
-        self.model, self.tokenizer, self.transfer = model, tokenizer, transfer
+        self.model, self.tokenizer, self.transfer = add_token_logps(model), tokenizer, transfer
         self.max_requests = max_requests
         self.stop_ids = stop_token_ids(model, tokenizer)
         self.server = _Client(_check_url(url), timeout, api_key or os.environ.get("VLLM_API_KEY"))
@@ -111,7 +111,7 @@ class VLLMEngine:
                 log-probabilities of another distribution, or that returns no routes when asked.
             RuntimeError: the server does not hold the weights that were sent last.
         """
-        prompts = as_prompts(prompts, context_length(self.model))
+        prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         self._check_context(prompts, sampling)
         if not self._transfers:
             self.sync_weights(self.model)
@@ -235,7 +235,7 @@ class VLLMEngine:
             )
         routes = None
         if sampling.return_routes:
-            routes = _routes(choice["routed_experts"], len(prompt.input_ids) + len(ids), self.layers, self._router)
+            routes = _routes(choice.get("routed_experts"), len(prompt.input_ids) + len(ids), self.layers, self._router)
         return Completion(ids, logps, reason, routes=routes)
 
     def _complete(self, prompt_ids: Sequence[int], **options: Any) -> dict[str, Any]:

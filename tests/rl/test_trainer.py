@@ -237,7 +237,7 @@ def test_evaluation_and_summary(tmp_path):
     written = json.loads((tmp_path / "summary.json").read_text())
     for when in ("eval_before", "eval_after"):
         assert written[when] == summary[when]
-        assert {"pass_rate", "greedy_pass_rate", "reward", "mean_length"} == set(summary[when])
+        assert {"pass_rate", "greedy_pass_rate", "reward", "mean_length"} <= set(summary[when])
         assert 0 <= summary[when]["pass_rate"] <= 1
     assert torch.__version__.startswith(written["versions"]["torch"])
     assert {"rollout", "update", "evaluation"} <= set(written["seconds"])

@@ -1,10 +1,15 @@
+import threading
+
 import contract
 import pytest
 import torch
 from moe_families import SMALL, tiny_moe
 from tiny import prompt, tiny_model, tokenizer
-from transformers import AutoModelForCausalLM, Gemma2Config, GraniteMoeConfig
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3nTextConfig, GraniteMoeConfig, Phi3Config
+from transformers.generation.logits_process import MinPLogitsWarper
 
+from grpo_moe.adapters import hf_decode
+from grpo_moe.adapters.hf_decode import layer_windows
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.rollout import HFEngine, NativeEngine, default_engine
 from grpo_moe.types import Prompt, SamplingParams
@@ -154,15 +159,107 @@ def test_empty_and_overlong_prompts_are_refused(length):
 
 def test_a_model_that_carries_another_state_is_refused_and_gets_the_other_engine():
     model = tiny_moe("qwen3_next")
-    with pytest.raises(TypeError, match="got Qwen3NextForCausalLM with layers of type linear_attention; use HFEngine"):
+    with pytest.raises(
+        TypeError, match="keep keys and values alone, got qwen3_next with LinearAttention.*; use HFEngine"
+    ):
         NativeEngine(model)
     assert isinstance(default_engine(model, tokenizer()), HFEngine)
     assert isinstance(default_engine(tiny_moe("mixtral"), tokenizer()), NativeEngine)
 
 
+def test_a_window_that_the_cache_does_not_know_is_found(monkeypatch):
+    for family, changes in (("gpt_oss", {}), ("mixtral", {"sliding_window": 5}), ("gptoss_lite", {})):
+        engine_and_model(family, **changes)
+        with monkeypatch.context() as patch:
+            patch.setattr(hf_decode, "KNOWN_WINDOWS", ())
+            patch.setattr(hf_decode.KVCache, "load", forgetful(hf_decode.KVCache.load))
+            with pytest.raises(ValueError, match="steps of .* must give the hidden states .*; use HFEngine"):
+                engine_and_model(family, **changes)
+
+
+def forgetful(load):
+    """A cache that forgets two tokens of a prompt."""
+
+    def wrong(self, layer, keys, values, **given):
+        load(self, layer, keys.clone().index_fill_(2, torch.tensor([2, 3]), 0), values, **given)
+
+    return wrong
+
+
+def test_shared_keys_keep_their_window():
+    config = Gemma3nTextConfig(
+        **{**SMALL, "num_hidden_layers": 6}, head_dim=8, num_kv_shared_layers=2, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 3, activation_sparsity_pattern=[0.0] * 6,
+    )  # fmt: skip
+    assert list(layer_windows(config).values()) == [5, None] * 3
+
+
+def test_rotary_factors_that_depend_on_the_batch_are_refused():
+    factors = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16, **factors}
+    config = Phi3Config(**SMALL, rope_parameters=rope, original_max_position_embeddings=16)
+    with pytest.raises(TypeError, match="longrope, whose factors depend on .* beyond 16 tokens; .*use HFEngine"):
+        layer_windows(config)
+
+
+def test_models_that_are_no_causal_lm_are_refused():
+    model = tiny_moe("qwen3_moe")
+    with pytest.raises(ValueError, match="the head of Qwen3MoeModel must be a linear layer"):
+        NativeEngine(model.model)
+    with pytest.raises(TypeError, match="model must be a transformers causal LM, got Linear; pass the model itself"):
+        NativeEngine(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
+        NativeEngine(model, max_rows=0)
+
+
+def test_what_goes_wrong_in_a_step_is_explained(monkeypatch):
+    monkeypatch.setattr(hf_decode.KVCache, "attend", lambda *args, **kwargs: None["no"])
+    with pytest.raises(ValueError, match="through transformers' attention interface, got TypeError.*use HFEngine"):
+        engine_and_model("qwen3_moe")
+
+
+def test_another_thread_does_not_reach_the_cache():
+    engine, model = engine_and_model("qwen3_moe")
+    other = tiny_moe("mixtral")
+    sampling = SamplingParams(12, num_generations=2)
+    prompts = [prompt(n) for n in (3, 9)]
+    expected = engine.generate(prompts, sampling)
+    running = threading.Event()
+
+    def work():
+        while not running.is_set():
+            with torch.no_grad():
+                other(torch.ones(2, 5, dtype=torch.long), use_cache=False)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    made = [engine.generate(prompts, sampling) for _ in range(5)]
+    running.set()
+    thread.join()
+    assert all(x == expected for x in made)
+
+
+def test_ids_outside_of_the_vocabulary_are_refused():
+    engine, _ = engine_and_model("qwen3_moe")
+    for ids in ((3, 64), (-1, 3)):
+        with pytest.raises(ValueError, match="prompt 1 must have token ids in 0..63, got"):
+            engine.generate([(3,), ids], SamplingParams(2))
+
+
+def test_min_p_keeps_what_transformers_keeps():
+    engine, model = engine_and_model()
+    (group,) = engine.generate([prompt(4)], SamplingParams(1, num_generations=800, temperature=0.8, min_p=0.05))
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt(4).input_ids])).logits / 0.8
+    kept = MinPLogitsWarper(0.05)(None, logits[0, -1:]).isfinite()[0].nonzero()[:, 0].tolist()
+    assert {c.token_ids[0] for c in group} == set(kept) and 1 < len(kept) < 30
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
+        ("temperature", 1e-40),
+        ("min_p", 1.0),
         ("max_new_tokens", 0),
         ("num_generations", 0),
         ("temperature", -1.0),

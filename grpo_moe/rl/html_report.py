@@ -1,0 +1,313 @@
+"""Writes a run folder as one HTML page for people: figures before and after, curves, waterfall, experts, samples."""
+
+from __future__ import annotations
+
+import base64
+import html
+import json
+import math
+import os
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .metrics import atomic_path, read_metrics
+from .report import Panel, draw_panel, encodable, finish, plot_curves, series
+
+WATERFALL = {
+    "groups": "generated",
+    "zero_spread": "of groups without a spread of rewards",
+    "unused": "of groups beyond those needed",
+    "truncated": "of truncated completions",
+    "sampler_masked": "masked by the sampler correction",
+    "clipped": "clipped",
+    "off_policy_masked": "masked as off-policy",
+    "entropy_masked": "masked by their entropy",
+    "tokens_with_gradient": "with gradient",
+}
+"""Names under ``waterfall/`` in order, in completion tokens of a rollout, and what they are to a reader."""
+
+_KL = Panel(
+    "KL (nats)",
+    left={"approx_kl": "policy to its rollout", "kl": "policy to the reference", "sampling_kl": "engine to trainer"},
+    right={},
+    points={},
+)
+_BALANCE = Panel(
+    "Expert load",
+    left={"routing/max_violation": "max load / mean - 1"},
+    right={"routing/dead_experts": "experts without a token"},
+    points={},
+)
+_BY_LAYER = re.compile(r"routing/(.+)_layer_(\d+)")
+_SAMPLED_FILES, _ROWS_A_FILE, _TEXT_LIMIT = 3, 4, 4000
+_STYLE = """
+:root { color-scheme: light dark; }
+body { font: 15px/1.5 system-ui, sans-serif; max-width: 70rem; margin: 2rem auto; padding: 0 1rem; }
+h1, h2 { line-height: 1.2; } h2 { margin-top: 2.2rem; }
+img { max-width: 100%; height: auto; background: white; border-radius: 6px; }
+table { border-collapse: collapse; } th, td { padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+.bar { background: #1f77b4; height: .8rem; border-radius: 2px; min-width: 1px; }
+.note { opacity: .75; } .warn { border-left: 4px solid #e07b39; padding-left: .8rem; }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; overflow: hidden; margin: .2rem 0; padding: .4rem .6rem;
+  background: #8882; border-radius: 4px; }
+b.c { color: #c0392b; font-weight: normal; }
+"""
+_POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # nothing of a model's text can ever run
+
+
+def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = None) -> Path:
+    """Writes the page, and its pictures curves.png, signal.png and experts.png beside it.
+
+    Reads metrics.jsonl, and where they are there summary.json and completions/*.parquet; a run that did not come to
+    its end is shown as far as it came. The page needs no other file and holds no script.
+
+    Args:
+        run: folder of the run.
+        out: file to write; report.html in the folder of the run by default.
+
+    Raises:
+        ValueError: no folder, no metrics in it, or a damaged file; named.
+    """
+    run = Path(run)
+    metrics = read_metrics(run / "metrics.jsonl")
+    if not any(row.get("step") is not None for row in metrics):
+        raise ValueError(
+            f"run must be a folder with metrics.jsonl of at least one step, got {run}; give the output_dir of a run"
+        )
+    summary = _read_summary(run / "summary.json")
+    out = Path(out) if out is not None else run / "report.html"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    plot_curves(metrics, out.with_name("curves.png"))
+    pictures = {"curves.png": "Curves", "signal.png": "Tokens with a signal, and KL", "experts.png": "Experts"}
+    drawn = {"curves.png": True, "signal.png": _draw_signal(metrics, out), "experts.png": _draw_experts(metrics, out)}
+    shown = {name: _picture(out.with_name(name), pictures[name]) if drawn[name] else "" for name in pictures}
+    sections = [
+        _headline(metrics, summary),
+        _section("Curves", shown["curves.png"]),
+        _section("Where the signal goes", shown["signal.png"] + _waterfall_table(metrics)),
+        _section("Experts", shown["experts.png"]),
+        _section("Completions", _samples(run / "completions")),
+        _section("Options and versions", _options(summary)),
+    ]
+    title = f"{run.resolve().name}: grpo_moe run"
+    page = (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{visible(title)}</title>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
+        f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
+        f"<body><h1>{visible(title)}</h1>\n{''.join(sections)}</body></html>\n"
+    )
+    with atomic_path(out) as temporary:
+        temporary.write_text(page, encoding="utf-8")
+    return out
+
+
+def visible(text: Any) -> str:
+    r"""``str(text)`` as HTML: escaped, and every character that steers or hides (controls, bidi, zero width) named.
+
+    Newlines stay; the other controls become their pictures (␛), the rest \uXXXX. Of a long text the ends stay.
+    """
+    text = encodable(str(text))
+    if len(text) > _TEXT_LIMIT:
+        half = _TEXT_LIMIT // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
+    return "".join(map(_visible_character, text))
+
+
+def _visible_character(character: str) -> str:
+    code = ord(character)
+    if character == "\n" or unicodedata.category(character) not in ("Cc", "Cf", "Co", "Zl", "Zp"):
+        return html.escape(character)
+    shown = chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\u{code:04x}"
+    return f'<b class="c">{shown}</b>'
+
+
+def _read_summary(path: Path) -> dict[str, Any]:
+    try:
+        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    except ValueError as error:
+        raise ValueError(f"{path} must be JSON, got a damaged file: {error}; remove it to go without") from error
+    if not isinstance(summary, dict):
+        raise ValueError(f"{path} must be the summary of a run, got {type(summary).__name__}; remove it to go without")
+    return summary
+
+
+def _section(title: str, body: str) -> str:
+    return f"<h2>{title}</h2>\n{body}\n" if body else ""
+
+
+def _picture(path: Path, label: str) -> str:
+    data = base64.b64encode(path.read_bytes()).decode("ascii")
+    return f'<img alt="{html.escape(label)}" src="data:image/png;base64,{data}">\n'
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Cells are HTML; all columns but the first hold numbers."""
+    kinds = ["", *[' class="n"'] * (len(head) - 1)]
+    lines = [("th", head), *(("td", row) for row in rows)]
+    cells = (
+        "".join(f"<{tag}{kind}>{cell}</{tag}>" for kind, cell in zip(kinds, line, strict=True)) for tag, line in lines
+    )
+    return "<table>" + "".join(f"<tr>{row}</tr>\n" for row in cells) + "</table>\n"
+
+
+def _number(value: Any) -> str:
+    known = isinstance(value, int | float) and math.isfinite(value)
+    return f"{value:,}" if known and isinstance(value, int) else f"{value:.4g}" if known else "-"
+
+
+def _headline(metrics: list[dict], summary: dict[str, Any]) -> str:
+    last = max(row["step"] for row in metrics if row.get("step") is not None)
+    finished = summary.get("steps") == last
+    state = "" if finished else f'<p class="warn">This run did not finish: its last logged update is {last}.</p>\n'
+    before, after = _evaluations(metrics, summary if finished else {})
+    rows = [(f"held-out {visible(name)}", _number(before[name]), _number(after.get(name))) for name in before]
+    for key in ("reward", "pass_rate", "completions/mean_length"):
+        _, values = series(metrics, key)
+        if values.size:
+            tenth = max(1, len(values) // 10)
+            rows.append((f"training {key}", _number(values[:tenth].mean()), _number(values[-tenth:].mean())))
+    skipped = f", {_number(summary['skipped_updates'])} skipped" if finished and "skipped_updates" in summary else ""
+    note = '<p class="note">Held-out: first and last evaluation. Training: mean of the first and last tenth.</p>\n'
+    table = _table(("", "before", "after"), rows) + note if rows else ""
+    return f"{state}<p>{last:,} optimiser updates{skipped}.</p>\n{table}"
+
+
+def _evaluations(metrics: list[dict], summary: dict[str, Any]) -> tuple[dict[str, float], dict[str, float]]:
+    """First and last evaluation, by the summary or by what was logged."""
+    logged = [
+        {key.removeprefix("eval_"): value for key, value in row.items() if key.startswith("eval_")} for row in metrics
+    ]
+    logged = [row for row in logged if row]
+    first, last = (logged[0], logged[-1]) if logged else ({}, {})
+    return summary.get("eval_before") or first, summary.get("eval_after") or (last if len(logged) > 1 else {})
+
+
+def _waterfall(metrics: list[dict]) -> dict[str, np.ndarray]:
+    """Tokens of each rollout by the names of WATERFALL that were logged, and of any other ``waterfall/`` after them."""
+    logged = dict.fromkeys(key.removeprefix("waterfall/") for row in metrics for key in row if "waterfall/" in key)
+    names = [*(name for name in WATERFALL if name in logged), *(name for name in logged if name not in WATERFALL)]
+    series = {name: series(metrics, f"waterfall/{name}")[1] for name in names}
+    return {name: values for name, values in series.items() if values.size}
+
+
+def _waterfall_table(metrics: list[dict]) -> str:
+    series = _waterfall(metrics)
+    largest = max((float(values.mean()) for values in series.values()), default=0.0) or 1.0
+    rows = []
+    for name, values in series.items():
+        width = f"{100 * max(float(values.mean()), 0.0) / largest:.1f}%"
+        bar = f'<div style="width: 14rem"><div class="bar" style="width: {width}"></div></div>'
+        numbers = (f"{value:,.0f}" for value in (values[0], values.mean(), values[-1]))
+        rows.append((visible(WATERFALL.get(name, name)), *numbers, bar))
+    return _table(("completion tokens a rollout", "first", "mean", "last", ""), rows) if rows else ""
+
+
+def _draw_signal(metrics: list[dict], out: Path) -> bool:
+    """signal.png: the shares of the waterfall over the run, and every KL. Returns whether there was anything."""
+    series = _waterfall(metrics)
+    total = series.pop("groups", np.empty(0))
+
+    def draw(left, right) -> bool:
+        drawn = draw_panel(right, _KL, metrics)
+        finish(right, _KL.title, drawn=drawn)
+        shares = total.size > 0 and bool(series)
+        for number, (name, values) in enumerate(series.items() if shares else ()):
+            steps, _ = series(metrics, f"waterfall/{name}")
+            count = min(len(values), len(total))
+            share = values[:count] / np.maximum(total[:count], 1)
+            left.plot(
+                steps[:count], share, label=WATERFALL.get(name, name), color=f"C{number}", marker="." * (count < 2)
+            )
+        finish(left, "Share of the generated tokens", drawn=shares)
+        return drawn or shares
+
+    return _draw_pair(out.with_name("signal.png"), draw)
+
+
+def _draw_experts(metrics: list[dict], out: Path) -> bool:
+    """experts.png: balance over the run, and a heat map of layers by step of what was logged by layer."""
+    keys = dict.fromkeys(key for row in metrics for key in row)
+    by_layer = sorted((m[1], int(m[2]), key) for key in keys if (m := _BY_LAYER.fullmatch(key)))
+    family = by_layer[-1][0] if by_layer else ""
+    curves = {layer: series(metrics, key) for name, layer, key in by_layer if name == family}
+    curves = {layer: curve for layer, curve in curves.items() if curve[0].size}
+
+    def draw(left, right) -> bool:
+        drawn = draw_panel(left, _BALANCE, metrics)
+        finish(left, _BALANCE.title, drawn=drawn)
+        if curves:
+            steps = np.unique(np.concatenate([own for own, _ in curves.values()]))
+            heat = np.full((len(curves), len(steps)), np.nan)
+            for row, (own, values) in zip(heat, curves.values(), strict=True):
+                row[np.searchsorted(steps, own)] = values
+            top = max(float(np.nanmax(heat)), 0.01)
+            image = right.imshow(heat, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0, vmax=top)
+            right.figure.colorbar(image, ax=right)
+            right.set_yticks(range(len(curves)), [str(layer) for layer in curves])
+            shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).round().astype(int))
+            right.set_xticks(shown, [f"{steps[place]:g}" for place in shown])
+            right.set(title=f"{family.replace('_', ' ')} by layer", xlabel="optimiser step", ylabel="layer")
+        else:
+            finish(right, "By layer", drawn=False)
+        return drawn or bool(curves)
+
+    return _draw_pair(out.with_name("experts.png"), draw)
+
+
+def _draw_pair(path: Path, draw) -> bool:
+    """Writes a picture of two axes unless ``draw(left, right)`` says that there is nothing in it."""
+    from matplotlib.figure import Figure  # slow to import
+
+    figure = Figure(figsize=(15, 4), layout="constrained")
+    if not draw(*figure.subplots(1, 2)):
+        return False
+    with atomic_path(path) as temporary:
+        figure.savefig(temporary, format="png", dpi=110)
+    return True
+
+
+def _samples(folder: Path) -> str:
+    """A few completions, best and worst of each file, from the first, a middle and the last rollout."""
+    files = sorted(folder.glob("*.parquet"))
+    chosen = np.unique(np.linspace(0, len(files) - 1, min(_SAMPLED_FILES, len(files))).round().astype(int))
+    return "".join(_samples_of(files[number]) for number in chosen)
+
+
+def _samples_of(path: Path) -> str:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError) as error:
+        return f'<p class="warn">{visible(path.name)} cannot be read: {visible(error)}</p>\n'
+    rows = sorted(rows, key=lambda row: math.inf if row.get("reward") is None else -row["reward"])
+    places = np.unique(np.linspace(0, len(rows) - 1, min(_ROWS_A_FILE, len(rows))).round().astype(int))
+    return "".join(_sample(rows[place]) for place in places)
+
+
+def _sample(row: dict[str, Any]) -> str:
+    numbers = {name: value for name, value in row.items() if name not in ("step", "prompt", "completion")}
+    facts = ", ".join(f"{visible(name)} {visible(_fact(value))}" for name, value in numbers.items())
+    texts = "".join(f"<pre>{visible(row.get(name) or '')}</pre>" for name in ("prompt", "completion"))
+    return f"<p>Update {visible(row.get('step'))}: {facts}</p>{texts}\n"
+
+
+def _fact(value: Any) -> Any:
+    return value if isinstance(value, str) else _number(value)
+
+
+def _options(summary: dict[str, Any]) -> str:
+    tables = []
+    for name in ("config", "versions"):
+        known = summary.get(name)
+        rows = [(visible(key), visible(value)) for key, value in known.items()] if isinstance(known, dict) else []
+        if rows:
+            tables.append(f"<details><summary>{name}</summary>{_table(('', ''), rows)}</details>\n")
+    return "".join(tables)

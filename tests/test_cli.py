@@ -1,0 +1,170 @@
+"""The command line: what it prints, writes and exits with."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from grpo_moe import cli
+from grpo_moe.ops import LossConfig
+from grpo_moe.rl.capsule import save_capsule
+from grpo_moe.rl.doctor import DOCTOR_VARIABLE
+from grpo_moe.types import RolloutBatch
+
+ROOT = Path(__file__).parents[1]
+RECIPE = """
+import sys
+from beside import train
+if __name__ == "__main__":
+    train(sys.argv[1:])
+"""
+
+
+def capsule(path):
+    ids = torch.arange(6).view(2, 3)
+    batch = RolloutBatch(
+        input_ids=torch.arange(8).view(2, 4), attention_mask=torch.ones(2, 4, dtype=torch.bool),
+        prompt_lengths=torch.ones(2, dtype=torch.long), completion_ids=ids, completion_mask=ids >= 0,
+        advantages=torch.tensor([1.0, -1.0]), sampling_logps=-ids.float() - 1, old_logps=-ids.float() - 1,
+    )  # fmt: skip
+    logps = batch.old_logps + torch.tensor([[0.5, -0.4, 0.0], [0.1, -0.1, 0.3]])
+    save_capsule(path, batch, LossConfig(delta=3.0), step=12, reason="grad_norm is inf", current_logps=logps)
+    return str(path)
+
+
+def test_report_writes_the_page_and_says_where(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    assert cli.main(["report", str(tmp_path), "--out", str(tmp_path / "page.html")]) == 0
+    assert capsys.readouterr().out.strip() == str(tmp_path / "page.html")
+    assert (tmp_path / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
+    for arguments, message in (
+        (["report", str(tmp_path / "none")], "grpo-moe report: error: run must be a folder with metrics.jsonl"),
+        (["replay", str(tmp_path / "none")], "grpo-moe replay: error: capsule must be a file"),
+        (["doctor", str(tmp_path / "none.py")], "grpo-moe doctor: error: recipe must be a Python file"),
+        (["replay", capsule(tmp_path / "c"), "--epsilon", "-1"], "grpo-moe replay: error: epsilon must be finite"),
+    ):
+        assert cli.main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith(message) and captured.err.count("\n") == 1, captured.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["plan"],
+        ["report"],
+        ["replay", "c", "--no_such_option", "1"],
+        ["replay", "c", "--beta", "x"],
+        ["replay", "c", "--use_bias_correction_kl", "maybe"],
+    ],  # fmt: skip
+)
+def test_wrong_arguments_exit_with_2(arguments, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    assert ended.value.code == 2 and "usage: grpo-moe" in capsys.readouterr().err
+
+
+def test_help_lists_commands_and_every_option_of_the_loss(capsys):
+    shown = []
+    for arguments in (["--help"], ["replay", "--help"], ["doctor", "--help"], ["report", "--help"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 0
+        shown.append(capsys.readouterr().out)
+    assert all(name in shown[0] for name in ("report RUN", "doctor RECIPE", "replay CAPSULE"))
+    assert all(f"--{name} " in shown[1] for name in LossConfig.__dataclass_fields__)
+
+
+def test_replay_prints_both_objectives(tmp_path, capsys):
+    path = capsule(tmp_path / "c")
+    changes = ["--loss_type", "cispo", "--epsilon_high", "5", "--delta", "none", "--use_bias_correction_kl", "false"]
+    assert cli.main(["replay", path, *changes]) == 0
+    out = capsys.readouterr().out
+    assert "update 12: grad_norm is inf" in out and "cosine of the gradients" in out
+    lines = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
+    assert lines["loss_type"] == ["dapo", "cispo"] and lines["delta"] == ["3.0", "None"]
+    assert lines["use_bias_correction_kl"] == ["True", "False"]
+    assert float(lines["loss"][0]) != float(lines["loss"][1]) and "stand for them" not in out
+
+
+def test_help_of_the_command_imports_nothing_of_the_library(tmp_path):
+    """The file itself is light: what a command needs it imports when it runs."""
+    code = (
+        "import runpy, sys; sys.argv = ['grpo-moe', '--help']\n"
+        f"try: runpy.run_path({str(ROOT / 'grpo_moe' / 'cli.py')!r}, run_name='__main__')\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "0 []", done.stdout + done.stderr
+
+
+def recipe(tmp_path, body):
+    """A recipe whose neighbour holds the training, as recipes/ do."""
+    (tmp_path / "recipe.py").write_text(RECIPE)
+    (tmp_path / "beside.py").write_text(body)
+    return str(tmp_path / "recipe.py")
+
+
+@pytest.fixture
+def clean_imports(monkeypatch):
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    yield
+    sys.modules.pop("beside", None)
+
+
+def test_a_recipe_runs_with_its_arguments_and_its_exit_code(tmp_path, clean_imports, capsys):
+    body = f"""
+import os
+def train(arguments):
+    print("given", arguments, os.environ[{DOCTOR_VARIABLE!r}])
+    raise SystemExit(int(arguments[1]))
+"""
+    path = recipe(tmp_path, body)
+    for code in (0, 1):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["doctor", path, "--seed", str(code)])
+        assert ended.value.code == code
+        assert f"given ['--seed', '{code}'] 1" in capsys.readouterr().out
+        assert DOCTOR_VARIABLE not in os.environ
+
+
+def test_a_recipe_that_trains_nothing_is_an_error(tmp_path, clean_imports, capsys):
+    assert cli.main(["doctor", recipe(tmp_path, "def train(arguments): pass")]) == 2
+    assert "recipe must call GRPOTrainer.train, got none" in capsys.readouterr().err
+
+
+TRAINING = """
+from tiny import prompt_rows, tiny_model, tokenizer
+from grpo_moe import GRPOConfig, GRPOTrainer
+
+def honest(completions, **columns):
+    return [text.count("a") / (len(text) + 1) for text in completions]
+
+def first_only(completions, **columns):
+    return [0.5] + [0.0] * (len(completions) - 1)
+
+def train(arguments):
+    args = GRPOConfig(output_dir=arguments[0], per_device_train_batch_size=4, num_generations=4,
+                      max_completion_length=6, use_cpu=True, show_progress=False)
+    reward = {"honest": honest, "first_only": first_only}[arguments[1]]
+    GRPOTrainer(tiny_model(), reward, args, prompt_rows(6), processing_class=tokenizer()).train()
+"""
+
+
+@pytest.mark.parametrize(("reward", "code"), [("honest", 0), ("first_only", 1)])
+def test_doctor_examines_a_recipe_and_trains_nothing(tmp_path, clean_imports, capsys, reward, code):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["doctor", recipe(tmp_path, TRAINING), str(tmp_path / "run"), reward])
+    out = capsys.readouterr().out
+    assert ended.value.code == code, out
+    assert ("FAIL reward order" in out) == bool(code) and "group alignment" in out
+    assert not list((tmp_path / "run").iterdir())
