@@ -107,7 +107,8 @@ def layer_windows(config) -> dict[int, int | None]:
     if rope.get("rope_type") == "longrope" and text.max_position_embeddings > original:
         raise TypeError(
             f"model must rotate a token by its own position, got {text.model_type} with longrope, whose factors depend "
-            f"on the longest sequence of a batch beyond {original} tokens; lower max_position_embeddings, or use HFEngine"
+            f"on the longest sequence of a batch beyond {original} tokens; lower max_position_embeddings, or use "
+            "HFEngine"
         )
     windows = {number: getattr(layer, "sliding_window", None) for number, layer in enumerate(kinds)}
     for number, kind in enumerate(types):

@@ -192,15 +192,15 @@ def _waterfall(metrics: list[dict]) -> dict[str, np.ndarray]:
     """Tokens of each rollout by the names of WATERFALL that were logged, and of any other ``waterfall/`` after them."""
     logged = dict.fromkeys(key.removeprefix("waterfall/") for row in metrics for key in row if "waterfall/" in key)
     names = [*(name for name in WATERFALL if name in logged), *(name for name in logged if name not in WATERFALL)]
-    series = {name: series(metrics, f"waterfall/{name}")[1] for name in names}
-    return {name: values for name, values in series.items() if values.size}
+    curves = {name: series(metrics, f"waterfall/{name}")[1] for name in names}
+    return {name: values for name, values in curves.items() if values.size}
 
 
 def _waterfall_table(metrics: list[dict]) -> str:
-    series = _waterfall(metrics)
-    largest = max((float(values.mean()) for values in series.values()), default=0.0) or 1.0
+    curves = _waterfall(metrics)
+    largest = max((float(values.mean()) for values in curves.values()), default=0.0) or 1.0
     rows = []
-    for name, values in series.items():
+    for name, values in curves.items():
         width = f"{100 * max(float(values.mean()), 0.0) / largest:.1f}%"
         bar = f'<div style="width: 14rem"><div class="bar" style="width: {width}"></div></div>'
         numbers = (f"{value:,.0f}" for value in (values[0], values.mean(), values[-1]))
@@ -210,14 +210,14 @@ def _waterfall_table(metrics: list[dict]) -> str:
 
 def _draw_signal(metrics: list[dict], out: Path) -> bool:
     """signal.png: the shares of the waterfall over the run, and every KL. Returns whether there was anything."""
-    series = _waterfall(metrics)
-    total = series.pop("groups", np.empty(0))
+    curves = _waterfall(metrics)
+    total = curves.pop("groups", np.empty(0))
 
     def draw(left, right) -> bool:
         drawn = draw_panel(right, _KL, metrics)
         finish(right, _KL.title, drawn=drawn)
-        shares = total.size > 0 and bool(series)
-        for number, (name, values) in enumerate(series.items() if shares else ()):
+        shares = total.size > 0 and bool(curves)
+        for number, (name, values) in enumerate(curves.items() if shares else ()):
             steps, _ = series(metrics, f"waterfall/{name}")
             count = min(len(values), len(total))
             share = values[:count] / np.maximum(total[:count], 1)

@@ -141,14 +141,14 @@ def _draw_line(ax, steps: np.ndarray, values: np.ndarray, label: str, color: str
 def _draw_phases(ax, metrics: list[dict[str, Any]]) -> bool:
     """Returns whether there was anything to draw."""
     names = dict.fromkeys(key for row in metrics for key in row if key.startswith("seconds/"))
-    series = {name.removeprefix("seconds/"): series(metrics, name) for name in names if name != "seconds/total"}
-    steps = np.unique(np.concatenate([np.empty(0), *(own_steps for own_steps, _ in series.values())]))
+    curves = {name.removeprefix("seconds/"): series(metrics, name) for name in names if name != "seconds/total"}
+    steps = np.unique(np.concatenate([np.empty(0), *(own_steps for own_steps, _ in curves.values())]))
     if not steps.size:
         return False
-    layers = np.array([_on_steps(steps, *curve) for curve in series.values()])  # [phases, steps]
+    layers = np.array([_on_steps(steps, *curve) for curve in curves.values()])  # [phases, steps]
     if len(steps) == 1:  # an area needs two
         steps, layers = np.array([steps[0] - 0.5, steps[0] + 0.5]), layers.repeat(2, axis=1)
-    ax.stackplot(steps, layers, labels=list(series), colors=_PHASE_COLORS)
+    ax.stackplot(steps, layers, labels=list(curves), colors=_PHASE_COLORS)
     ax.set_ylim(0, max(1.4 * np.quantile(layers.sum(axis=0), 0.98), 1e-9))  # one slow step must not flatten the rest
     return True
 

@@ -455,9 +455,9 @@ def gradients_of_one_update(path, model, **changes):
     )  # fmt: skip
     kept = {}
 
-    def keep(window, metrics):
+    def keep(batch, window, metrics):
         kept.update({name: p.grad.clone() for name, p in run.policy.named_parameters() if p.grad is not None})
-        return step(window, metrics)
+        return step(batch, window, metrics)
 
     step, run.optimizer_step = run.optimizer_step, keep
     return run.step()["aux_loss"], kept, run
