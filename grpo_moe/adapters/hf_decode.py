@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_moe.ops.attention import KVCache, LayerShape
+
+logger = logging.getLogger(__name__)
 
 CACHED_ATTENTION = "grpo_moe_cached"
 """For ``attn_implementation``, while a forward has ``kv_cache``; transformers makes no masks for it."""
@@ -135,8 +139,7 @@ class Decoder:
         self._norms: dict[nn.Module, Callable] | None = None
         self.layers: dict[int, LayerShape] = {}
         """What each layer stores of a token."""
-        self.waits_for_host: str | None = None
-        """Why a step cannot be a CUDA graph: what it said that looked at the device's results; None: it can."""
+        self._waits: dict[str | None, str | None] = {}  # by implementation of the experts
         windows = layer_windows(model.config)
         try:
             self._check(windows)
@@ -224,22 +227,39 @@ class Decoder:
         errors = (made - expected).norm(dim=-1) / expected.norm(dim=-1).clamp(min=1e-30)
         exact = model.dtype.itemsize >= 4 and not torch.is_autocast_enabled(device.type)
         # in halves rounding sends some tokens to other experts, but not most of them
-        error, limit = (float(errors.max()), 1e-3) if exact else (float(errors.median()), 0.03)
+        error, limit = (float(errors.max()), 1e-3) if exact else (float(errors.median()), 0.1)
         if not error <= limit:
             raise ValueError(
                 f"steps of {type(model).__name__} on a cache must give the hidden states of a whole forward within "
                 f"{limit}, got {error:.1e} apart; use HFEngine for this model"
             )
-        if device.type == "cuda":
-            self.waits_for_host = self._what_waits(ids[:, -1], cache)
+
+    def waits_for_host(self) -> str | None:
+        """On a GPU, why a step cannot be a CUDA graph: what PyTorch says of it, logged once; None: it can."""
+        experts = getattr(self.model.config.get_text_config(), "_experts_implementation", None)
+        if experts not in self._waits:
+            cache = KVCache(self.layers, 1, 2, device=self.model.device, dtype=self.model.dtype)
+            tokens = torch.ones(1, dtype=torch.long, device=self.model.device)
+            self._waits[experts] = waits = self._what_waits(tokens, cache)
+            if waits:
+                logger.warning(
+                    "Decode steps of %s run eagerly, not as CUDA graphs, since they wait for the host (%s). "
+                    'Experts do not with experts_implementation="grpo_moe" (GPT-OSS-Lite: moe_dispatch="fused").',
+                    type(self.model).__name__,
+                    waits,
+                )
+        return self._waits[experts]
 
     def _what_waits(self, tokens: torch.Tensor, cache: KVCache) -> str | None:
+        self.forward(tokens, cache)  # kernels are compiled, workspaces made
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            self.forward(tokens, cache)
-        except RuntimeError as error:
-            return str(error).splitlines()[0]
-        finally:
-            torch.cuda.set_sync_debug_mode(mode)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that the mode is a prototype
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                self.forward(tokens, cache)
+            except RuntimeError as error:
+                return str(error).splitlines()[0]
+            finally:
+                torch.cuda.set_sync_debug_mode(mode)
         return None

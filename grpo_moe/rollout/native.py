@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -24,8 +23,6 @@ from .graphs import StepGraphs, bucket
 from .routes import recording, routing_hooks
 from .rows import Rows, Where
 from .sampling import draw
-
-logger = logging.getLogger(__name__)
 
 STEPS_BETWEEN_LOOKS = 8
 """Steps of a GPU before the host looks which rows have finished: a look waits for the device."""
@@ -76,13 +73,6 @@ class NativeEngine:
                 check_head(model)
             self._decoder = Decoder(model)
         self._batch: _Batch | None = None
-        if self._decoder.waits_for_host:
-            logger.warning(
-                "Decode steps of %s run eagerly, not as CUDA graphs, since they wait for the host (%s). "
-                'Experts do not with experts_implementation="grpo_moe" (GPT-OSS-Lite: moe_dispatch="fused").',
-                type(model).__name__,
-                self._decoder.waits_for_host,
-            )
 
     @property
     def kv_bytes(self) -> int:
@@ -196,7 +186,8 @@ class _Batch:
         self.head = head_of(model)
         if torch.is_autocast_enabled(device.type):
             self.head["weight"] = self.head["weight"].to(dtype)  # once, not at every step
-        self.graphs = StepGraphs(self._step, enabled=self.on_gpu and decoder.waits_for_host is None)
+        captures = self.on_gpu and decoder.waits_for_host() is None
+        self.graphs = StepGraphs(self._step, enabled=captures)
         self.longest, self.left = torch.zeros(2, self.num_rows, dtype=torch.long)
         """On the host, as if no row ever stopped: tokens that each row holds, and that it may still draw."""
         self.prompt_routes: dict[int, RoutingRecord] = {}

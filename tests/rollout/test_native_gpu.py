@@ -101,6 +101,21 @@ def test_bf16_weights_and_autocast(family):
         assert error <= 1.5 * allowed + 1e-3
 
 
+def test_experts_that_wait_for_the_host_run_eagerly_and_say_so(caplog):
+    _, model = made("gptoss_lite")
+    on_gpu = copy.deepcopy(model).cuda()
+    engine = NativeEngine(on_gpu, keep_graphs=True)
+    sampling = SamplingParams(12, num_generations=2, temperature=0.8, return_routes=True)
+    completions = engine.generate(PROMPTS, sampling)
+    assert "run eagerly, not as CUDA graphs" in caplog.text and not any(engine._batch.graphs._graphs.values())
+    assert largest_difference(model, PROMPTS, completions) < 1e-4
+    engine.release()
+    on_gpu.set_experts_implementation("fused")
+    completions = engine.generate(PROMPTS, sampling)
+    assert any(engine._batch.graphs._graphs.values())
+    assert largest_difference(model, PROMPTS, completions) < 1e-4
+
+
 def test_a_gpu_that_is_full_is_an_error():
     _, model = engine_and_model("qwen3_moe")
     engine = NativeEngine(model.cuda())
