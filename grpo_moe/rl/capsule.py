@@ -19,7 +19,10 @@ from grpo_moe.ops import LossConfig, grpo_loss_from_logps
 from grpo_moe.ops.loss.objective import Count
 from grpo_moe.types import RolloutBatch
 
+from .batch import select
 from .metrics import atomic_path
+from .policy import Policy
+from .windows import Window
 
 FORMAT = "grpo_moe step capsule 1"
 _NEEDED = (
@@ -44,7 +47,7 @@ class Capsule:
     config: LossConfig
     """Options of the loss."""
     step: int
-    """Optimiser updates made before it."""
+    """Number of the optimiser update, from 1."""
     reason: str
     """Why it was kept."""
     current_logps: torch.Tensor | None = None
@@ -258,3 +261,23 @@ def _fault(tensors: dict[str, torch.Tensor]) -> str | None:
 
 def _damaged(path: str | os.PathLike, what: str) -> ValueError:
     return ValueError(f"capsule must be a whole file of save_capsule, got {path}: {what}; use another one")
+
+
+def keep_update(
+    folder: Path, batch: RolloutBatch, window: Window, policy: Policy, *, step: int, rank: int, grad_norm: float
+) -> None:
+    """Saves this process's rows of an update that could not be made as ``update_<step>_<rank>.safetensors``."""
+    rows = torch.cat(window.micro_batches)
+    if not len(rows):
+        return
+    part = select(batch, rows)
+    save_capsule(
+        folder / f"update_{step:06d}_{rank}.safetensors",
+        part,
+        policy.args,
+        step=step,
+        reason=f"grad_norm is {grad_norm}",
+        current_logps=policy.logps(policy.model, part),
+        num_loss_tokens=window.num_loss_tokens,
+        num_sequences=window.num_sequences,
+    )

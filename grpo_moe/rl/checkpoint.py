@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
+
+from .config import GRPOConfig
 
 STATE_FILE = "grpo_state.json"
 STATE_KEYS = {"step", "num_processes", "config", "files", "random_streams", "checksum"}
@@ -76,6 +79,13 @@ def save_checkpoint(
     on_main(lambda: _finish(unfinished, final, {**state, "files": files, "random_streams": streams}))
     on_main(lambda: _rotate(output_dir, state["step"], keep, best))
     return final
+
+
+def run_settings(args: GRPOConfig, adapters: Any) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on with: its options, and the configuration of adapters."""
+    peft = None if adapters is None else adapters.active_peft_config.to_dict()
+    known = {name: sorted(x) if isinstance(x, set) else str(x) for name, x in (peft or {}).items()}
+    return {**asdict(args), "peft_config": None if peft is None else known}
 
 
 def start_run(output_dir: str | os.PathLike) -> str:

@@ -1,4 +1,4 @@
-"""Policy, tokenizer and reference model, loaded and prepared for training with clear errors."""
+"""Policy, tokenizer, reference model and prompts, loaded and prepared for training with clear errors."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ from transformers import (
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
 from grpo_moe.adapters.hf_experts import can_run_experts
 from grpo_moe.adapters.hf_head import add_token_logps
+from grpo_moe.data import prompt_source
+from grpo_moe.rewards import RewardCaller
+
+from .config import GRPOConfig
 
 
 def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
@@ -157,3 +161,37 @@ def _from_pretrained(auto_class, path: str | os.PathLike, name: str, **kwargs: A
         return auto_class.from_pretrained(path, **kwargs)
     except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
         raise ValueError(f"{name} must be in a folder or on the hub, got {path!r}: {error}") from error
+
+
+class TaskData:
+    """The prompts of a run, and that its reward functions take their columns.
+
+    Args:
+        train_dataset, eval_dataset: rows with a prompt; the second may be None.
+        tokenizer: of the policy.
+        args: the options.
+        context: longest sequence of the policy in tokens.
+        rewards: of the run.
+
+    Raises:
+        ValueError: prompts that do not fit, rows of another form, columns that a reward function cannot take.
+    """
+
+    def __init__(self, train_dataset, eval_dataset, tokenizer, args: GRPOConfig, context: int, rewards: RewardCaller):
+        room = context - args.max_completion_length
+        if room < 1:
+            raise ValueError(
+                f"max_completion_length must leave room for a prompt in the context of {context}, "
+                f"got {args.max_completion_length}; lower it"
+            )
+        shared = {"max_prompt_tokens": room}
+        self.source = prompt_source(train_dataset, tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, **shared)
+        self.eval_prompts = []
+        sources = [self.source]
+        if eval_dataset is not None:
+            sources.append(prompt_source(eval_dataset, tokenizer, seed=0, shuffle=False, **shared))
+            self.eval_prompts = sources[-1].all()
+        for source in sources:
+            prompts = source.first(2)
+            columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
+            rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})

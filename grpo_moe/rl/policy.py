@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel, get_scheduler
 
-from grpo_moe.adapters.coverage import coverage, coverage_table
+from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
 from grpo_moe.rollout.base import checkpointed_modules
@@ -38,6 +39,7 @@ class Policy:
 
     def __init__(self, model: PreTrainedModel, adapters: Any, args: GRPOConfig, accelerator: Accelerator):
         self.args, self.adapters, self.accelerator = args, adapters, accelerator
+        self._adapters_reached = False
         disable_dropout(model)
         close_routing(model)
         self.model = add_token_logps(model).to(accelerator.device)
@@ -120,6 +122,21 @@ class Policy:
         """
         for reference, policy in zip(self.reference.parameters(), self.model.parameters(), strict=True):
             reference.lerp_(policy.detach().to(reference.dtype), self.args.ref_model_mixup_alpha)
+
+    def check_adapters(self, grad_norm: float) -> None:
+        """Before the first update with a gradient: an adapter that it does not reach never learns.
+
+        Raises:
+            ValueError: naming the adapters.
+        """
+        if self.adapters is None or self._adapters_reached or not 0 < grad_norm < math.inf:
+            return
+        if unreached := unreached_adapters(self.model.named_parameters()):
+            raise ValueError(
+                f"adapters must all get a gradient, got none at {', '.join(unreached[:8])} ({len(unreached)} in all); "
+                "take them out of target_modules and target_parameters"
+            )
+        self._adapters_reached = True
 
     def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
         return micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)

@@ -12,12 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from grpo_moe.adapters.coverage import unreached_adapters
-from grpo_moe.data import PromptSource, PromptStream, prompt_source
 from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
@@ -26,18 +22,18 @@ from grpo_moe.types import RolloutBatch, SamplingParams
 
 from .batch import Group, batch_loss, collate, select
 from .callbacks import Callbacks
-from .capsule import save_capsule
-from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, save_checkpoint, start_run
+from .capsule import keep_update
+from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, run_settings, save_checkpoint, start_run
 from .collect import Collector
 from .config import GRPOConfig
 from .doctor import DOCTOR_VARIABLE, Check, doctor, run_doctor
 from .evaluation import evaluate
 from .guards import out_of_memory_explained, rollout_warnings
 from .interrupt import InterruptGuard
-from .launch import runs_on_cpu, world_size
-from .loading import check_vocabulary, load_policy, load_tokenizer
+from .loading import TaskData, check_vocabulary, load_policy, load_tokenizer
 from .metrics import Metrics, PhaseTimer
 from .policy import Policy
+from .processes import agree, check_ranks_agree, make_accelerator
 from .record import RunRecord
 from .state import TrainerState
 from .waterfall import add_loss_stats
@@ -82,8 +78,7 @@ class GRPOTrainer:
         rollout_engine: RolloutEngine | None = None,
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
-        self._earlier_seconds: dict[str, float] = {}
-        self._adapters_reached, self.compute_metrics = False, compute_metrics
+        self.compute_metrics = compute_metrics
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
@@ -92,34 +87,9 @@ class GRPOTrainer:
         policy, self.adapters = load_policy(model, peft_config)
         self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
-        room = context_length(policy) - args.max_completion_length
-        if room < 1:
-            raise ValueError(
-                f"max_completion_length must leave room for a prompt in the context of {context_length(policy)}, "
-                f"got {args.max_completion_length}; lower it"
-            )
-        self.source = prompt_source(
-            train_dataset, self.tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, max_prompt_tokens=room
-        )
-        self._check_rewards(self.source)
-        self.eval_prompts = []
-        if eval_dataset is not None:
-            evaluation = prompt_source(eval_dataset, self.tokenizer, seed=0, shuffle=False, max_prompt_tokens=room)
-            self._check_rewards(evaluation)
-            self.eval_prompts = evaluation.all()
-
-        self.accelerator = Accelerator(
-            mixed_precision="bf16" if args.bf16 else None,  # None: as accelerate was launched
-            cpu=runs_on_cpu(args.use_cpu),
-            log_with=args.report_to if args.report_to != "none" else None,
-            project_dir=args.output_dir,
-        )
-        if world_size() != self.accelerator.num_processes:
-            raise RuntimeError(
-                f"num_processes must be {world_size()} as launched, got {self.accelerator.num_processes}; make no "
-                "accelerate state before the trainer, or one with runs_on_cpu()"
-            )
-        self.accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
+        datasets = TaskData(train_dataset, eval_dataset, self.tokenizer, args, context_length(policy), self.rewards)
+        self.source, self.eval_prompts = datasets.source, datasets.eval_prompts
+        self.accelerator = make_accelerator(args)
         self.record = RunRecord(self.accelerator, args, self.rewards.names)
         self._prepared = Policy(policy, self.adapters, args, self.accelerator)
         self.policy, self.reference, self.routing = policy, self._prepared.reference, self._prepared.routing
@@ -151,14 +121,14 @@ class GRPOTrainer:
             self.callbacks("train_begin", self.state.step)
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self.evaluate()
-            (done,) = self._agree(self.state.is_done(self.args))
+            (done,) = agree(self.state.is_done(self.args))
             while not done:
                 before = self.state.step
                 metrics = self.step()
                 self._log_step(metrics)
                 asked = self.callbacks("step_end", self.state.step, metrics=metrics)
                 ended = self.state.is_done(self.args) or asked.should_training_stop
-                interrupted, done = self._agree(guard.requested, ended)
+                interrupted, done = agree(guard.requested, ended)
                 evaluates = asked.should_evaluate or self.state.crossed(self.args.eval_steps, before)
                 evaluated = self.evaluate() if evaluates and not (done or interrupted) else {}
                 is_best = self.state.is_best(evaluated, self.args)
@@ -167,12 +137,12 @@ class GRPOTrainer:
                     path = self.save_checkpoint()
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
-            self._check_ranks_agree()
+            check_ranks_agree(self.policy)
             self.save_model()
             self.state.evaluations["after"] = self.evaluate()
             self.callbacks("train_end", self.state.step)
         self.accelerator.end_training()
-        return self.record.summary(self.state, self._phase_seconds(), self.policy.num_parameters())
+        return self.record.summary(self.state, dict(self.timer.totals), self.policy.num_parameters())
 
     def step(self) -> dict[str, float]:
         """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
@@ -254,12 +224,13 @@ class GRPOTrainer:
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
-        self._check_adapters(float(norm))
+        self._prepared.check_adapters(float(norm))
         if self.state.count_update(window.num_loss_tokens, float(norm)):
             self.optimizer.step()
             self.scheduler.step()
         elif window.num_loss_tokens:
-            self._keep_capsule(batch, window, float(norm))
+            folder, rank = Path(self.args.output_dir) / "capsules", self.accelerator.process_index
+            keep_update(folder, batch, window, self._prepared, step=self.state.step, rank=rank, grad_norm=float(norm))
         self.optimizer.zero_grad()
         self.state.check_gradients(float(norm))
         if self.args.sync_ref_model and self.state.step % self.args.ref_model_sync_steps == 0:
@@ -298,24 +269,17 @@ class GRPOTrainer:
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint from which training goes on to the bit."""
-        self.state.phase_seconds = self._phase_seconds()
+        self.state.phase_seconds = dict(self.timer.totals)
         state = {
             **asdict(self.state),
             "source": self.source.state_dict(),
             "num_processes": self.accelerator.num_processes,
-            "config": self._settings,
+            "config": run_settings(self.args, self.adapters),
         }
         keep = {"keep": self.args.save_total_limit, "best": self.state.best.get("step")}
         path = save_checkpoint(self.accelerator, state, self.args.output_dir, **keep)
         self.callbacks("save", self.state.step)
         return path
-
-    @property
-    def _settings(self) -> dict[str, Any]:
-        """What a resumed run must share with the run it goes on with."""
-        adapters = None if self.adapters is None else self.adapters.active_peft_config.to_dict()
-        known = {name: sorted(x) if isinstance(x, set) else str(x) for name, x in (adapters or {}).items()}
-        return {**asdict(self.args), "peft_config": None if adapters is None else known}
 
     @property
     def sampling(self) -> SamplingParams:
@@ -328,39 +292,6 @@ class GRPOTrainer:
             return_routes=self.args.routing_replay == "R3",
         )
 
-    def _keep_capsule(self, batch: RolloutBatch, window: Window, norm: float) -> None:
-        """The rows of an update that could not be made, for ``grpo-moe replay``."""
-        rows = torch.cat(window.micro_batches)
-        if not len(rows):
-            return
-        part, name = select(batch, rows), f"update_{self.state.step:06d}_{self.accelerator.process_index}.safetensors"
-        save_capsule(
-            Path(self.args.output_dir) / "capsules" / name,
-            part,
-            self.args,
-            step=self.state.step,
-            reason=f"grad_norm is {norm}",
-            current_logps=self._prepared.logps(self.policy, part),
-            num_loss_tokens=window.num_loss_tokens,
-            num_sequences=window.num_sequences,
-        )
-
-    def _check_rewards(self, source: PromptSource | PromptStream) -> None:
-        prompts = source.first(2)
-        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
-        self.rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})
-
-    def _check_adapters(self, norm: float) -> None:
-        """Before the first update with a gradient: an adapter that it does not reach never learns."""
-        if self.adapters is None or self._adapters_reached or not 0 < norm < math.inf:
-            return
-        if unreached := unreached_adapters(self.policy.named_parameters()):
-            raise ValueError(
-                f"adapters must all get a gradient, got none at {', '.join(unreached[:8])} ({len(unreached)} in all); "
-                "take them out of target_modules and target_parameters"
-            )
-        self._adapters_reached = True
-
     def _resume(self, name: str | bool | None) -> None:
         path = find_checkpoint(name, self.args.output_dir) if name else None
         if path is None:
@@ -369,14 +300,10 @@ class GRPOTrainer:
             if self.accelerator.is_main_process:
                 self.state.run_id = start_run(self.args.output_dir)
             return
-        state = load_checkpoint(self.accelerator, path, self._settings)
+        state = load_checkpoint(self.accelerator, path, run_settings(self.args, self.adapters))
         self.source.load_state_dict(state["source"])
         self.state = TrainerState(**{name: state[name] for name in asdict(TrainerState())})
-        self._earlier_seconds = self.state.phase_seconds
-
-    def _agree(self, *flags: bool) -> list[bool]:
-        """Each flag, true everywhere when it is true on any process."""
-        return [any(column) for column in zip(*gather_object([flags]), strict=True)]
+        self.timer.totals = dict(self.state.phase_seconds)
 
     def _draw_seed(self) -> int:
         return self.args.seed * 1_000_003 + self.state.step
@@ -389,16 +316,3 @@ class GRPOTrainer:
         line = {"epoch": self.source.epochs, "num_skipped_updates": self.state.skipped_updates, **metrics}
         self.record.log(self.state.step, line)
         self.callbacks("log", self.state.step, logs=line)
-
-    def _check_ranks_agree(self) -> None:
-        with torch.no_grad():
-            sums = gather_object([[float(p.double().sum()) for p in self.policy.parameters()]])
-        if any(other != sums[0] for other in sums):
-            raise RuntimeError(
-                "parameters must be equal on all processes after training, got different sums; report this"
-            )
-
-    def _phase_seconds(self) -> dict[str, float]:
-        """Seconds by phase over all resumes."""
-        phases = {**self._earlier_seconds, **self.timer.totals}
-        return {name: self._earlier_seconds.get(name, 0.0) + self.timer.totals.get(name, 0.0) for name in phases}

@@ -1,0 +1,44 @@
+"""The processes of a run: their Accelerator, what they agree on, and whether they still hold the same parameters."""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from .config import GRPOConfig
+from .launch import runs_on_cpu, world_size
+
+
+def make_accelerator(args: GRPOConfig) -> Accelerator:
+    """Accelerate for a run with these options.
+
+    Raises:
+        RuntimeError: a state made before knows of other processes.
+    """
+    accelerator = Accelerator(
+        mixed_precision="bf16" if args.bf16 else None,  # None: as accelerate was launched
+        cpu=runs_on_cpu(args.use_cpu),
+        log_with=args.report_to if args.report_to != "none" else None,
+        project_dir=args.output_dir,
+    )
+    if world_size() != accelerator.num_processes:
+        raise RuntimeError(
+            f"num_processes must be {world_size()} as launched, got {accelerator.num_processes}; make no accelerate "
+            "state before the trainer, or one with runs_on_cpu()"
+        )
+    accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
+    return accelerator
+
+
+def agree(*flags: bool) -> list[bool]:
+    """Each flag, true everywhere when it is true on any process."""
+    return [any(column) for column in zip(*gather_object([flags]), strict=True)]
+
+
+@torch.no_grad()
+def check_ranks_agree(model: torch.nn.Module) -> None:
+    """Raises RuntimeError when the parameters are not the same on all processes."""
+    sums = gather_object([[float(p.double().sum()) for p in model.parameters()]])
+    if any(other != sums[0] for other in sums):
+        raise RuntimeError("parameters must be equal on all processes after training, got different sums; report this")
