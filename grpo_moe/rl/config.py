@@ -44,10 +44,12 @@ class GRPOConfig(LossConfig):
     - the loss is normalised by the exact token (or sequence) count of each optimiser step, over all micro-batches and
       processes, for every loss type; splitting a batch differently never changes the update (except under
       ``top_entropy_quantile``, which looks at one micro-batch);
-    - ``dynamic_sampling`` exists; ``top_k``, ``top_p`` and ``min_p`` are refused in training, since the loss scores
-      tokens under the full distribution;
+    - ``dynamic_sampling`` exists; groups beyond those that a rollout needs are dropped, not kept for the next;
+    - ``top_k``, ``top_p`` and ``min_p`` are refused in training, since the loss scores tokens under the full
+      distribution;
     - ``router_aux_loss_coef`` is 0 whatever the model's config says; the loss is that of a whole update (its tokens'
-      probabilities now, times the load of each expert before the rollout's updates), each layer by itself;
+      probabilities now, times the load of each expert before the rollout's updates), each layer by itself, without
+      rows that have no token in the loss;
     - one ``temperature`` scales the rollout's, the old, the reference and the current log-probabilities.
 
     A step of :meth:`GRPOTrainer.step` is one rollout; ``max_steps``, ``eval_steps`` and ``save_steps`` count optimiser

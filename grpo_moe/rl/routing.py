@@ -150,7 +150,10 @@ class PolicyRouting:
         self._load = None
         if loads:
             load = sum(loads)  # [L, E]
-            metrics.add("routing/max_violation", max_violation(load).mean())
+            violation = max_violation(load)  # [L]
+            metrics.add("routing/max_violation", violation.mean())
+            for layer, value in zip(self.replay.layers, violation, strict=True):
+                metrics.add(f"routing/max_violation_layer_{layer}", value)
             metrics.add("routing/dead_experts", dead_experts(load).float().mean())
 
     def _by_row(self, record: RoutingRecord, batch: RolloutBatch) -> RoutingRecord:
