@@ -16,14 +16,13 @@ def add_waterfall(metrics: Metrics, rollout: Rollout, args: GRPOConfig) -> None:
     those needed), ``truncated`` (left out by mask_truncated_completions); the rest is added by :func:`add_loss_stats`.
     """
     kept = {id(group) for group in rollout.kept}
-    flat = [group for group in rollout.generated if not _has_spread(group)]
-    unused = [group for group in rollout.generated if _has_spread(group) and id(group) not in kept]
+    telling = [group for group in rollout.generated if _has_spread(group)]
+    learning = [group for group in telling if id(group) in kept]
     metrics.add_sum("waterfall/groups", _tokens(rollout.generated))
-    metrics.add_sum("waterfall/zero_spread", _tokens(flat))
-    metrics.add_sum("waterfall/unused", _tokens(unused))
+    metrics.add_sum("waterfall/zero_spread", _tokens(rollout.generated) - _tokens(telling))
+    metrics.add_sum("waterfall/unused", _tokens(telling) - _tokens(learning))
     truncated = 0
     if args.mask_truncated_completions:
-        learning = [group for group in rollout.kept if _has_spread(group)]
         truncated = sum(len(c.token_ids) for g in learning for c in g.completions if c.finish_reason != "stop")
     metrics.add_sum("waterfall/truncated", truncated)
 

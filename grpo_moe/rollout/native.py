@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
@@ -130,8 +130,7 @@ class NativeEngine:
             old.routing, old.prompt_routes = routing, {}
             return old
         self._batch = None
-        self._batch = _Batch(self._decoder, sampling, routing, self.stop_ids, rows=wanted, max_length=length)
-        self._batch.form = form
+        self._batch = _Batch(self._decoder, sampling, routing, self.stop_ids, form, rows=wanted, max_length=length)
         return self._batch
 
     def _run(self, batch: _Batch, sequences: list[_Sequence]) -> list[Completion]:
@@ -169,12 +168,10 @@ class _Sequence:
 
 
 class _Batch:
-    """Buffers of a rollout, and the step over them."""
+    """Buffers of a rollout, and the step over them, which serve calls of one ``form``."""
 
-    form: object = None
-
-    def __init__(self, decoder: Decoder, sampling: SamplingParams, routing, stop_ids, *, rows: int, max_length: int):
-        self.decoder, self.sampling, self.routing = decoder, sampling, routing
+    def __init__(self, decoder: Decoder, sampling: SamplingParams, routing, stop_ids, form, *, rows, max_length):
+        self.decoder, self.sampling, self.routing, self.form = decoder, sampling, routing, form
         model = decoder.model
         device = model.device
         self.on_gpu = device.type == "cuda"
@@ -220,7 +217,7 @@ class _Batch:
         keys = torch.tensor([s.key for s in sequences], device=device)
         self.rows.start(to["rows"], keys, torch.tensor([s.room for s in sequences], device=device))
         self.cache.lengths[to["rows"]] = lengths[sources]
-        self.longest[rows] = lengths[sources].cpu()
+        self.longest[rows] = torch.tensor([len(s.prompt) for s in sequences])
         self.left[rows] = torch.tensor([s.room - 1 for s in sequences])
         self._draw(to["rows"], hidden[sources, lengths[sources] - 1])
 
@@ -309,10 +306,8 @@ def _rows_that_fit(rows: int, max_length: int, decoder: Decoder, dtype: torch.dt
     return min(rows, fit)
 
 
-@contextmanager
-def _compute_dtype(model: PreTrainedModel) -> Iterator[None]:
+def _compute_dtype(model: PreTrainedModel) -> AbstractContextManager:
     """Under autocast the experts' weights are rounded once for the whole rollout."""
     device = model.device.type
     autocast = torch.is_autocast_enabled(device)
-    with experts_in(model, torch.get_autocast_dtype(device)) if autocast else nullcontext():
-        yield
+    return experts_in(model, torch.get_autocast_dtype(device)) if autocast else nullcontext()

@@ -1,7 +1,6 @@
 """The rollout benchmark on a CPU: its lines, that a wrong rollout gets no time, the bytes of its floor."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -25,17 +24,6 @@ def bench(monkeypatch):
     monkeypatch.setattr(rollout.harness, "MIN_ROUNDS", 1)
     monkeypatch.setattr(rollout, "CHECK_TOKENS", 4)
     return rollout
-
-
-@pytest.fixture
-def run(bench, tmp_path):
-    out = tmp_path / "results.jsonl"
-
-    def run(*arguments):
-        bench.main(["--quick", "--device", "cpu", "--seconds", "0", "--out", str(out), *arguments])
-        return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-    return run
 
 
 def replace_results(bench, monkeypatch, name, change):

@@ -1,7 +1,6 @@
 """The training-step benchmark on a CPU: its lines, that a wrong result gets no time, that no peer disturbs others."""
 
 import dataclasses
-import json
 from pathlib import Path
 
 import pytest
@@ -23,17 +22,6 @@ def bench(monkeypatch):
     monkeypatch.setattr(train_step.harness, "MIN_ROUNDS", 1)
     monkeypatch.setattr(train_step, "CHECK_SIZES", (2, 40, 16))
     return train_step
-
-
-@pytest.fixture
-def run(bench, tmp_path):
-    out = tmp_path / "results.jsonl"
-
-    def run(*arguments):
-        bench.main(["--quick", "--device", "cpu", "--seconds", "0", "--out", str(out), *arguments])
-        return [json.loads(line) for line in out.read_text().splitlines()] if out.exists() else []
-
-    return run
 
 
 def replace_loss(bench, monkeypatch, name, loss):

@@ -471,14 +471,19 @@ def test_a_real_server_follows_the_training(vllm_url, tmp_path):
         engine.sync_weights(model)
 
 
+def synced_engine(vllm_url, model, folder):
+    url, dtype = vllm_url
+    engine = VLLMEngine(model, transfer=FolderTransfer(folder), url=url, api_key="sesame", tolerance=TOLERANCE[dtype])
+    engine.sync_weights(model)
+    return engine
+
+
 @pytest.mark.vllm
 @pytest.mark.parametrize("fault", [swap_experts, swap_gate_and_up, miss_an_expert, keep_everything])
 def test_a_real_server_with_wrong_weights_ends_the_run(vllm_url, tmp_path, fault):
-    url, dtype = vllm_url
+    dtype = vllm_url[1]
     model = policy(**SERVED)
-    options = {"url": url, "api_key": "sesame", "tolerance": TOLERANCE[dtype]}
-    engine = VLLMEngine(model, transfer=FolderTransfer(tmp_path), **options)
-    engine.sync_weights(model)
+    engine = synced_engine(vllm_url, model, tmp_path)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     change(model)
     send = engine.transfer.send
@@ -497,11 +502,9 @@ def test_a_real_server_with_wrong_weights_ends_the_run(vllm_url, tmp_path, fault
 
 @pytest.mark.vllm
 def test_a_real_server_that_lacks_an_expert_ends_the_run(vllm_url, tmp_path, monkeypatch):
-    url, dtype = vllm_url
+    dtype = vllm_url[1]
     model = policy(**SERVED)
-    options = {"url": url, "api_key": "sesame", "tolerance": TOLERANCE[dtype]}
-    engine = VLLMEngine(model, transfer=FolderTransfer(tmp_path), **options)
-    engine.sync_weights(model)
+    engine = synced_engine(vllm_url, model, tmp_path)
 
     def all_but_one(*args, **kwargs):
         return ((name, x) for name, x in published_weights(*args, **kwargs) if "layers.0.mlp.experts.3." not in name)
