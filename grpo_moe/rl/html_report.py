@@ -7,7 +7,6 @@ import html
 import json
 import math
 import os
-import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -15,35 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from .figures import WATERFALL, draw_experts, draw_load, draw_signal, waterfall
 from .metrics import atomic_path, read_metrics
-from .report import Panel, draw_panel, encodable, finish, plot_curves, series
+from .report import LOAD_FILE, METRICS_FILE, encodable, plot_curves, series
 
-WATERFALL = {
-    "groups": "generated",
-    "zero_spread": "of groups without a spread of rewards",
-    "unused": "of groups beyond those needed",
-    "truncated": "of truncated completions",
-    "sampler_masked": "masked by the sampler correction",
-    "clipped": "clipped",
-    "off_policy_masked": "masked as off-policy",
-    "entropy_masked": "masked by their entropy",
-    "tokens_with_gradient": "with gradient",
-}
-"""Names under ``waterfall/`` in order, in completion tokens of a rollout, and what they are to a reader."""
-
-_KL = Panel(
-    "KL (nats)",
-    left={"approx_kl": "policy to its rollout", "kl": "policy to the reference", "sampling_kl": "engine to trainer"},
-    right={},
-    points={},
-)
-_BALANCE = Panel(
-    "Expert load",
-    left={"routing/max_violation": "max load / mean - 1"},
-    right={"routing/dead_experts": "experts without a token"},
-    points={},
-)
-_BY_LAYER = re.compile(r"routing/(.+)_layer_(\d+)")
 _SAMPLED_FILES, _ROWS_A_FILE, _TEXT_LIMIT = 3, 4, 4000
 _STYLE = """
 :root { color-scheme: light dark; }
@@ -62,10 +36,10 @@ _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"  # noth
 
 
 def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = None) -> Path:
-    """Writes the page, and its pictures curves.png, signal.png and experts.png beside it.
+    """Writes the page, and its pictures curves.png, signal.png, experts.png and expert_load.png beside it.
 
-    Reads metrics.jsonl, and where they are there summary.json and completions/*.parquet; a run that did not come to
-    its end is shown as far as it came. The page needs no other file and holds no script.
+    Reads metrics.jsonl, and where they are there expert_load.jsonl, summary.json and completions/*.parquet; a run that
+    did not come to its end is shown as far as it came. The page needs no other file and holds no script.
 
     Args:
         run: folder of the run.
@@ -75,7 +49,7 @@ def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = No
         ValueError: no folder, no metrics in it, or a damaged file; named.
     """
     run = Path(run)
-    metrics = read_metrics(run / "metrics.jsonl")
+    metrics = read_metrics(run / METRICS_FILE)
     if not any(row.get("step") is not None for row in metrics):
         raise ValueError(
             f"run must be a folder with metrics.jsonl of at least one step, got {run}; give the output_dir of a run"
@@ -84,14 +58,18 @@ def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = No
     out = Path(out) if out is not None else run / "report.html"
     out.parent.mkdir(parents=True, exist_ok=True)
     plot_curves(metrics, out.with_name("curves.png"))
-    pictures = {"curves.png": "Curves", "signal.png": "Tokens with a signal, and KL", "experts.png": "Experts"}
-    drawn = {"curves.png": True, "signal.png": _draw_signal(metrics, out), "experts.png": _draw_experts(metrics, out)}
-    shown = {name: _picture(out.with_name(name), pictures[name]) if drawn[name] else "" for name in pictures}
+    pictures = {  # name: label, whether there was anything to draw
+        "curves.png": ("Curves", True),
+        "signal.png": ("Tokens with a signal, and KL", draw_signal(metrics, out)),
+        "experts.png": ("Experts", draw_experts(metrics, out)),
+        "expert_load.png": ("Load of each expert", draw_load(read_metrics(run / LOAD_FILE), out)),
+    }
+    shown = {n: _picture(out.with_name(n), label) if drawn else "" for n, (label, drawn) in pictures.items()}
     sections = [
         _headline(metrics, summary),
         _section("Curves", shown["curves.png"]),
         _section("Where the signal goes", shown["signal.png"] + _waterfall_table(metrics)),
-        _section("Experts", shown["experts.png"]),
+        _section("Experts", shown["experts.png"] + shown["expert_load.png"]),
         _section("Completions", _samples(run / "completions")),
         _section("Options and versions", _options(summary)),
     ]
@@ -188,16 +166,8 @@ def _evaluations(metrics: list[dict], summary: dict[str, Any]) -> tuple[dict[str
     return summary.get("eval_before") or first, summary.get("eval_after") or (last if len(logged) > 1 else {})
 
 
-def _waterfall(metrics: list[dict]) -> dict[str, np.ndarray]:
-    """Tokens of each rollout by the names of WATERFALL that were logged, and of any other ``waterfall/`` after them."""
-    logged = dict.fromkeys(key.removeprefix("waterfall/") for row in metrics for key in row if "waterfall/" in key)
-    names = [*(name for name in WATERFALL if name in logged), *(name for name in logged if name not in WATERFALL)]
-    curves = {name: series(metrics, f"waterfall/{name}")[1] for name in names}
-    return {name: values for name, values in curves.items() if values.size}
-
-
 def _waterfall_table(metrics: list[dict]) -> str:
-    curves = _waterfall(metrics)
+    curves = waterfall(metrics)
     largest = max((float(values.mean()) for values in curves.values()), default=0.0) or 1.0
     rows = []
     for name, values in curves.items():
@@ -206,70 +176,6 @@ def _waterfall_table(metrics: list[dict]) -> str:
         numbers = (f"{value:,.0f}" for value in (values[0], values.mean(), values[-1]))
         rows.append((visible(WATERFALL.get(name, name)), *numbers, bar))
     return _table(("completion tokens a rollout", "first", "mean", "last", ""), rows) if rows else ""
-
-
-def _draw_signal(metrics: list[dict], out: Path) -> bool:
-    """signal.png: the shares of the waterfall over the run, and every KL. Returns whether there was anything."""
-    curves = _waterfall(metrics)
-    total = curves.pop("groups", np.empty(0))
-
-    def draw(left, right) -> bool:
-        drawn = draw_panel(right, _KL, metrics)
-        finish(right, _KL.title, drawn=drawn)
-        shares = total.size > 0 and bool(curves)
-        for number, (name, values) in enumerate(curves.items() if shares else ()):
-            steps, _ = series(metrics, f"waterfall/{name}")
-            count = min(len(values), len(total))
-            share = values[:count] / np.maximum(total[:count], 1)
-            left.plot(
-                steps[:count], share, label=WATERFALL.get(name, name), color=f"C{number}", marker="." * (count < 2)
-            )
-        finish(left, "Share of the generated tokens", drawn=shares)
-        return drawn or shares
-
-    return _draw_pair(out.with_name("signal.png"), draw)
-
-
-def _draw_experts(metrics: list[dict], out: Path) -> bool:
-    """experts.png: balance over the run, and a heat map of layers by step of what was logged by layer."""
-    keys = dict.fromkeys(key for row in metrics for key in row)
-    by_layer = sorted((m[1], int(m[2]), key) for key in keys if (m := _BY_LAYER.fullmatch(key)))
-    family = by_layer[-1][0] if by_layer else ""
-    curves = {layer: series(metrics, key) for name, layer, key in by_layer if name == family}
-    curves = {layer: curve for layer, curve in curves.items() if curve[0].size}
-
-    def draw(left, right) -> bool:
-        drawn = draw_panel(left, _BALANCE, metrics)
-        finish(left, _BALANCE.title, drawn=drawn)
-        if curves:
-            steps = np.unique(np.concatenate([own for own, _ in curves.values()]))
-            heat = np.full((len(curves), len(steps)), np.nan)
-            for row, (own, values) in zip(heat, curves.values(), strict=True):
-                row[np.searchsorted(steps, own)] = values
-            top = max(float(np.nanmax(heat)), 0.01)
-            image = right.imshow(heat, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0, vmax=top)
-            right.figure.colorbar(image, ax=right)
-            right.set_yticks(range(len(curves)), [str(layer) for layer in curves])
-            shown = np.unique(np.linspace(0, len(steps) - 1, min(6, len(steps))).round().astype(int))
-            right.set_xticks(shown, [f"{steps[place]:g}" for place in shown])
-            right.set(title=f"{family.replace('_', ' ')} by layer", xlabel="optimiser step", ylabel="layer")
-        else:
-            finish(right, "By layer", drawn=False)
-        return drawn or bool(curves)
-
-    return _draw_pair(out.with_name("experts.png"), draw)
-
-
-def _draw_pair(path: Path, draw) -> bool:
-    """Writes a picture of two axes unless ``draw(left, right)`` says that there is nothing in it."""
-    from matplotlib.figure import Figure  # slow to import
-
-    figure = Figure(figsize=(15, 4), layout="constrained")
-    if not draw(*figure.subplots(1, 2)):
-        return False
-    with atomic_path(path) as temporary:
-        figure.savefig(temporary, format="png", dpi=110)
-    return True
 
 
 def _samples(folder: Path) -> str:

@@ -200,8 +200,7 @@ class MetricsWriter:
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.path.exists():
-            self.truncate_after(math.inf)
+        self.truncate_after(math.inf)
 
     def write(self, metrics: dict[str, Any]) -> None:
         """Appends one line; NaN and infinities become null."""
@@ -214,6 +213,8 @@ class MetricsWriter:
         Raises:
             ValueError: a line other than the last is not JSON.
         """
+        if not self.path.exists():
+            return
         kept = [line for line in read_metrics(self.path) if line.get("step", -math.inf) <= step]
         with atomic_path(self.path) as temporary:
             temporary.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")

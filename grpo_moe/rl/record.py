@@ -16,7 +16,7 @@ from .config import GRPOConfig
 from .display import Display, NullDisplay, make_display
 from .evaluation import rollout_metrics
 from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
-from .report import plot_curves, versions, write_completions, write_summary
+from .report import LOAD_FILE, METRICS_FILE, plot_curves, versions, write_completions, write_summary
 from .routing import PolicyRouting
 from .waterfall import add_waterfall
 
@@ -35,15 +35,16 @@ class RunRecord:
     def __init__(self, accelerator: Accelerator, args: GRPOConfig, reward_names: Sequence[str]):
         self.accelerator, self.args, self.reward_names = accelerator, args, reward_names
         self.folder = Path(args.output_dir)
-        self._writer: MetricsWriter | None = None
+        self._writers: dict[str, MetricsWriter] = {}
+        """By name of the file; of the main process only."""
         self._display: Display = NullDisplay()
 
     def start(self, title: str, last_step: int) -> Display:
-        """Opens metrics.jsonl, without lines after ``last_step``, and the trackers; returns the display to enter."""
+        """Opens the files, less the lines after ``last_step``, and the trackers; returns the display to enter."""
         is_main = self.accelerator.is_main_process
-        if is_main:
-            self._writer = MetricsWriter(self.folder / "metrics.jsonl")
-            self._writer.truncate_after(last_step)
+        for name in (METRICS_FILE, LOAD_FILE) if is_main else ():
+            self._writers[name] = MetricsWriter(self.folder / name)
+            self._writers[name].truncate_after(last_step)
         self.accelerator.init_trackers("grpo_moe", config={k: v for k, v in asdict(self.args).items() if v is not None})
         self._display = make_display(is_main, self.args.max_steps, title, self.args.show_progress)
         return self._display
@@ -51,8 +52,7 @@ class RunRecord:
     def log(self, step: int, line: dict[str, float]) -> None:
         """One line of metrics."""
         line = {"step": step, **line}
-        if self._writer is not None:
-            self._writer.write(line)
+        self._write(METRICS_FILE, line)
         self._display.update(step, line)
         self.accelerator.log(line, step=step)
 
@@ -61,14 +61,18 @@ class RunRecord:
         self._display.message(f"WARNING: {text}")
 
     def step_metrics(
-        self, metrics: Metrics, rollout: Rollout, routing: PolicyRouting, timer: PhaseTimer
+        self, step: int, metrics: Metrics, rollout: Rollout, routing: PolicyRouting, timer: PhaseTimer
     ) -> dict[str, float]:
-        """What the losses of a step left in ``metrics``, and the rest that is known of it, over all processes."""
+        """What the losses of a step left in ``metrics``, and the rest that is known of it, over all processes.
+
+        The tokens of each expert, too many for a line of metrics, go into their own file, layer by layer.
+        """
         for name, (value, weight) in rollout_metrics(
             rollout.generated, self.reward_names, self.args.pass_threshold
         ).items():
             metrics.add(name, value, weight)
-        routing.finish(metrics)
+        if load := routing.finish(metrics):
+            self._write(LOAD_FILE, {"step": step, "load": load})
         add_waterfall(metrics, rollout, self.args)
         metrics.add("sampling/rounds", rollout.rounds)
         metrics.add_sum("sampling/groups_kept", len(rollout.kept))
@@ -127,5 +131,9 @@ class RunRecord:
             if state.skipped_updates == state.step:
                 print("Warning: every update was skipped: no group of completions had a spread of rewards.")
             write_summary(self.folder / "summary.json", summary)
-            plot_curves(read_metrics(self.folder / "metrics.jsonl"), self.folder / "curves.png")
+            plot_curves(read_metrics(self.folder / METRICS_FILE), self.folder / "curves.png")
         return summary
+
+    def _write(self, name: str, line: dict[str, Any]) -> None:
+        if name in self._writers:
+            self._writers[name].write(line)

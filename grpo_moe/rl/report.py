@@ -13,6 +13,11 @@ import torch
 
 from grpo_moe.rl.metrics import atomic_path, strict_json, to_plain
 
+METRICS_FILE = "metrics.jsonl"
+"""Of a run folder: one line a rollout and one an evaluation."""
+LOAD_FILE = "expert_load.jsonl"
+"""Of a run folder: "load" by layer and expert, in tokens of a rollout's updates."""
+
 _COMPLETION_TYPES = {"step": "int64", "prompt": "string", "completion": "string"}
 _PACKAGES = ("torch", "triton", "transformers", "accelerate", "grpo_moe")
 

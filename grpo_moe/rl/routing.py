@@ -142,19 +142,21 @@ class PolicyRouting:
             return 0, 0
         return batch.expert_load[rows].sum(0).cpu(), int(_tokens_in_loss(batch)[rows].sum())
 
-    def finish(self, metrics: Metrics) -> None:
-        """Adds the metrics of the expert load of all updates of a step, over all processes."""
+    def finish(self, metrics: Metrics) -> dict[int, list[int]]:
+        """Adds the metrics of the expert load of all updates of a step, over all processes; returns it by layer."""
         if self.replay is None:
-            return
+            return {}
         loads = [load for load in gather_object([None if self._load is None else self._load.cpu()]) if load is not None]
         self._load = None
-        if loads:
-            load = sum(loads)  # [L, E]
-            violation = max_violation(load)  # [L]
-            metrics.add("routing/max_violation", violation.mean())
-            for layer, value in zip(self.replay.layers, violation, strict=True):
-                metrics.add(f"routing/max_violation_layer_{layer}", value)
-            metrics.add("routing/dead_experts", dead_experts(load).float().mean())
+        if not loads:
+            return {}
+        load = sum(loads)  # [L, E]
+        violation = max_violation(load)  # [L]
+        metrics.add("routing/max_violation", violation.mean())
+        for layer, value in zip(self.replay.layers, violation, strict=True):
+            metrics.add(f"routing/max_violation_layer_{layer}", value)
+        metrics.add("routing/dead_experts", dead_experts(load).float().mean())
+        return dict(zip(self.replay.layers, load.tolist(), strict=True))
 
     def _by_row(self, record: RoutingRecord, batch: RolloutBatch) -> RoutingRecord:
         return record.unpack(batch.attention_mask) if self.args.padding_free else record

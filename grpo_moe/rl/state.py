@@ -22,6 +22,8 @@ class TrainerState:
     """Of training steps, over all resumes; evaluation apart."""
     skipped_updates: int = 0
     skipped_in_a_row: int = 0
+    faulty_in_a_row: int = 0
+    """Rollouts all of whose groups a fault of a reward function cost."""
     evaluations: dict[str, dict[str, float]] = field(default_factory=dict)
     """By name: "before" and "after"."""
     phase_seconds: dict[str, float] = field(default_factory=dict)
@@ -51,6 +53,18 @@ class TrainerState:
             raise FloatingPointError(
                 f"grad_norm must be finite, got {grad_norm} in {MAX_SKIPPED_IN_A_ROW} updates in a row at update "
                 f"{self.step}; lower learning_rate or max_grad_norm, or look at the rewards"
+            )
+
+    def check_rewards(self, metrics: dict[str, float]) -> None:
+        """Raises RuntimeError when reward functions failed on every group of several rollouts in a row."""
+        groups = metrics["sampling/groups_generated"]
+        all_lost = 0 < groups == metrics["sampling/groups_skipped"]
+        self.faulty_in_a_row = self.faulty_in_a_row + 1 if all_lost else 0
+        if self.faulty_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            faults = {k.removeprefix("reward_faults/"): int(v) for k, v in metrics.items() if "reward_faults/" in k}
+            raise RuntimeError(
+                f"reward functions must score some group, got faults in all {groups:.0f} groups of each of "
+                f"{MAX_SKIPPED_IN_A_ROW} rollouts in a row ({faults}); see the error with reward_on_error='raise'"
             )
 
     def is_best(self, metrics: dict[str, float], args: GRPOConfig) -> bool:

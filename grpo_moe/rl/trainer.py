@@ -111,6 +111,7 @@ class GRPOTrainer:
         Raises:
             KeyboardInterrupt: after SIGINT or SIGTERM, once the step is done and a checkpoint written.
             FloatingPointError: several updates in a row had a non-finite gradient.
+            RuntimeError: reward functions failed on every group of several rollouts in a row.
         """
         if os.environ.get(DOCTOR_VARIABLE):
             raise SystemExit(run_doctor(self))
@@ -126,6 +127,7 @@ class GRPOTrainer:
                 before = self.state.step
                 metrics = self.step()
                 self._log_step(metrics)
+                self.state.check_rewards(metrics)
                 asked = self.callbacks("step_end", self.state.step, metrics=metrics)
                 ended = self.state.is_done(self.args) or asked.should_training_stop
                 interrupted, done = agree(guard.requested, ended)
@@ -181,7 +183,7 @@ class GRPOTrainer:
         for fault, rows in self.collector.faults.items():
             metrics.add_sum(f"reward_faults/{fault}", rows)
         self.collector.faults.clear()
-        return self.record.step_metrics(metrics, rollout, self.routing, self.timer)
+        return self.record.step_metrics(self.state.step, metrics, rollout, self.routing, self.timer)
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
@@ -302,7 +304,7 @@ class GRPOTrainer:
             return
         state = load_checkpoint(self.accelerator, path, run_settings(self.args, self.adapters))
         self.source.load_state_dict(state["source"])
-        self.state = TrainerState(**{name: state[name] for name in asdict(TrainerState())})
+        self.state = TrainerState(**{name: state.get(name, v) for name, v in asdict(TrainerState()).items()})
         self.timer.totals = dict(self.state.phase_seconds)
 
     def _draw_seed(self) -> int:

@@ -8,7 +8,9 @@ import pytest
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.rl import figures
 from grpo_moe.rl.html_report import visible, write_html_report
+from grpo_moe.rl.metrics import read_metrics
 from grpo_moe.rl.report import write_completions, write_summary
 
 PNG = "data:image/png;base64,"
@@ -84,8 +86,23 @@ def test_the_page_of_a_real_run_holds_all_of_it(tmp_path):
                  "3 optimiser updates", "share_of_letter", "loss_type"):  # fmt: skip
         assert said in page, said
     assert "did not finish" not in page
-    assert page.count(PNG) == 3 and len(re.findall("<pre>", page)) == 2 * 4 * 3
-    assert {"curves.png", "signal.png", "experts.png", "report.html"} <= {p.name for p in (tmp_path / "run").iterdir()}
+    assert page.count(PNG) == 4 and len(re.findall("<pre>", page)) == 2 * 4 * 3
+    load = read_metrics(tmp_path / "run" / "expert_load.jsonl")
+    assert [line["step"] for line in load] == [1, 2, 3] and list(load[0]["load"]) == ["0", "1", "2", "3"]
+    tokens = {sum(of_layer) for of_layer in load[0]["load"].values()}
+    assert len(tokens) == 1 and tokens.pop() > 0  # every layer sends every token to k experts
+    assert {"curves.png", "signal.png", "experts.png", "expert_load.png", "report.html"} <= {
+        p.name for p in (tmp_path / "run").iterdir()
+    }
+
+
+def test_the_load_of_experts_is_drawn_at_its_first_and_last(tmp_path, monkeypatch):
+    lines = [{"step": n, "load": {"0": [4 * (n < 3), 0], "5": [n, n]}} for n in range(1, 21)]
+    drawn = []
+    monkeypatch.setattr(figures, "_draw_heat", lambda ax, heat, *rest: drawn.append(heat.tolist()))
+    assert figures.draw_load(lines, tmp_path / "report.html") and (tmp_path / "expert_load.png").exists()
+    assert drawn == [[[2, 0], [1, 1]], [[0, 0], [1, 1]]]
+    assert not figures.draw_load([], tmp_path / "report.html")
 
 
 def test_figures_before_and_after_and_the_waterfall(tmp_path):

@@ -357,6 +357,21 @@ def test_a_non_finite_gradient_is_skipped_and_several_stop_the_run(tmp_path):
     assert torch.equal(before, run.policy.lm_head.weight) and run.state.skipped_updates == 3
 
 
+def test_reward_functions_that_always_fail_stop_a_run_that_skips_their_groups(tmp_path):
+    calls = []
+
+    def broken(prompts, completions, **_):
+        calls.append(len(prompts))
+        if len(prompts) > 2:  # not in the check before training
+            raise OSError("the judge is down")
+        return [0.0] * len(prompts)
+
+    run = trainer(tmp_path, reward=broken, max_steps=50, reward_on_error="skip")
+    with pytest.raises(RuntimeError, match="got faults in all 2 groups of each of 3 rollouts.*'broken/exception': 8"):
+        run.train()
+    assert run.state.rollouts == 3
+
+
 @pytest.mark.parametrize(
     ("reward", "error", "message"),
     [
