@@ -268,16 +268,17 @@ def keep_update(
 ) -> None:
     """Saves this process's rows of an update that could not be made as ``update_<step>_<rank>.safetensors``."""
     rows = torch.cat(window.micro_batches)
+    part = select(batch, rows)
+    logps = policy.logps(policy.model, part)  # on every process: the parameters may be sharded
     if not len(rows):
         return
-    part = select(batch, rows)
     save_capsule(
         folder / f"update_{step:06d}_{rank}.safetensors",
         part,
         policy.args,
         step=step,
         reason=f"grad_norm is {grad_norm}",
-        current_logps=policy.logps(policy.model, part),
+        current_logps=logps,
         num_loss_tokens=window.num_loss_tokens,
         num_sequences=window.num_sequences,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ from .advantages import decoupled_advantages, group_advantages, reward_spread
 from .batch import Group
 from .config import MAX_OVERSAMPLING, GRPOConfig
 from .metrics import PhaseTimer
+from .sharding import whole_parameters
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Collector:
         args: the run's options.
         accelerator: for the collectives that keep all processes at the same place of the prompt stream.
         timer: gets the phases "rollout" and "reward".
+        policy: what an engine in this process generates from; it is whole for a rollout where it is sharded.
     """
 
     def __init__(
@@ -51,8 +54,11 @@ class Collector:
         rewards: RewardCaller,
         args: GRPOConfig,
         accelerator: Accelerator,
+        *,
         timer: PhaseTimer,
+        policy: torch.nn.Module,
     ):
+        self.policy = policy
         self.engine, self.rewards, self.args = engine, rewards, args
         self.accelerator, self.timer = accelerator, timer
         self.faults: Counter[str] = Counter()
@@ -79,10 +85,12 @@ class Collector:
         self, prompts: Sequence[Prompt], sampling: SamplingParams, phases: tuple[str, str] = ("rollout", "reward")
     ) -> list[Group]:
         """One scored group a prompt; the seconds of generation and scoring count under the two phases."""
+        in_process = getattr(self.engine, "in_process", True)
+        gathered = whole_parameters(self.policy) if in_process else nullcontext()
+        with self.timer(phases[0]), gathered, self.accelerator.autocast():  # gathered also by one without prompts
+            completions = self.engine.generate(prompts, sampling) if prompts else []
         if not prompts:
             return []
-        with self.timer(phases[0]), self.accelerator.autocast():
-            completions = self.engine.generate(prompts, sampling)
         with self.timer(phases[1]):
             return self._score(prompts, completions)
 

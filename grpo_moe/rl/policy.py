@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from transformers import PreTrainedModel, get_scheduler
 
 from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
@@ -22,67 +23,63 @@ from .batch import batch_logps, micro_batches, select
 from .config import GRPOConfig
 from .loading import disable_dropout, reference_model, without_adapters
 from .routing import PolicyRouting, close_routing
+from .sharding import shard_frozen
+from .windows import padded
 
 
 class Policy:
-    """A model made ready for training, with its reference and routers.
+    """A model made ready for training, with its optimiser, reference and routers.
 
     Args:
         model: the policy, not wrapped; it is changed in place.
         adapters: PEFT's wrapper of it, or None; the reference is then the model without them.
         args: the options.
         accelerator: of the run.
+        optimizers: an optimiser of the model's parameters and a schedule; None for those of the options.
 
     Raises:
         ValueError: the head, sinks, packing or routers are not supported as asked, or nothing would train.
     """
 
-    def __init__(self, model: PreTrainedModel, adapters: Any, args: GRPOConfig, accelerator: Accelerator):
+    def __init__(
+        self, model: PreTrainedModel, adapters: Any, args: GRPOConfig, accelerator: Accelerator, optimizers: tuple
+    ):
         self.args, self.adapters, self.accelerator = args, adapters, accelerator
         self._adapters_reached = False
         disable_dropout(model)
         close_routing(model)
-        self.model = add_token_logps(model).to(accelerator.device)
+        self.model = add_token_logps(model)
+        if not accelerator.is_fsdp2:  # which moves its shards alone
+            model.to(accelerator.device)
         self.reference = None
         if args.beta:  # adapters are switched off for it
             self.reference = reference_model(model) if adapters is None else self.model
-        check_head(model)
-        check_sinks(model)
-        if args.padding_free:
-            check_padding_free(model)
+        self._check_moving_reference()
         self.routing = PolicyRouting(model, args)
-        if args.gradient_checkpointing or checkpointed_modules(model):  # renamed in transformers 5.24
-            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable(self.routing.checkpointing_kwargs)
         if adapters is not None and accelerator.is_main_process:
             print(coverage_table(coverage(model)))
         if not self.trainable:
             fix = "unfreeze some" if adapters is None else "load the adapters with is_trainable=True"
             raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
-        if args.sync_ref_model:
-            if adapters is not None:
-                raise ValueError("sync_ref_model must be False with adapters, whose reference is the model without")
-            accelerator.register_for_checkpointing(self.reference)
+        optimizer, self.scheduler = self._optimizers(optimizers)
+        accelerator.register_for_checkpointing(self.scheduler)  # prepared, it would be stepped once a process
+        self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
+        if self.reference is not None and adapters is None:
+            self.reference = shard_frozen(self.reference, accelerator)
+        check_head(model)
+        check_sinks(model)
+        if args.padding_free:
+            check_padding_free(model)
+        self.routing.find_rules()
+        if args.gradient_checkpointing or checkpointed_modules(model):  # renamed in transformers 5.24
+            enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+            enable(self.routing.checkpointing_kwargs)
+        self.wrapped.train()
 
     @property
     def trainable(self) -> list[torch.nn.Parameter]:
         """Parameters that require gradients."""
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    def optimizers(self, given: tuple) -> tuple[torch.optim.Optimizer, Any]:
-        """The optimiser and schedule given, or AdamW and the schedule of the options for what is None."""
-        args, (optimizer, scheduler) = self.args, given
-        if optimizer is None:
-            optimizer = torch.optim.AdamW(
-                self.trainable,
-                lr=args.learning_rate,
-                betas=(args.adam_beta1, args.adam_beta2),
-                eps=args.adam_epsilon,
-                weight_decay=args.weight_decay,
-            )
-        if scheduler is None:
-            scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
-        return optimizer, scheduler
 
     def add_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
@@ -109,7 +106,7 @@ class Policy:
         options = {"temperature": self.args.temperature, "padding_free": self.args.padding_free}
         for rows in self._every_row(batch):
             part = select(batch, rows)
-            with self.accelerator.autocast(), around(part):
+            with self.accelerator.autocast(), around(part) if len(rows) else nullcontext():
                 scored = batch_logps(model, part, **options)
             logps[rows, : part.completion_ids.shape[1]] = scored.logps.float()
         return logps
@@ -138,5 +135,31 @@ class Policy:
             )
         self._adapters_reached = True
 
+    def _check_moving_reference(self) -> None:
+        if not self.args.sync_ref_model:
+            return
+        if self.adapters is not None:
+            raise ValueError("sync_ref_model must be False with adapters, whose reference is the model without")
+        if self.accelerator.is_fsdp2:
+            raise ValueError("sync_ref_model must be False under FSDP, whose checkpoints hold one model; use DDP")
+        self.accelerator.register_for_checkpointing(self.reference)
+
+    def _optimizers(self, given: tuple) -> tuple[torch.optim.Optimizer, Any]:
+        """The optimiser and schedule given, or AdamW and the schedule of the options for what is None."""
+        args, (optimizer, scheduler) = self.args, given
+        if optimizer is None:
+            optimizer = torch.optim.AdamW(
+                self.trainable,
+                lr=args.learning_rate,
+                betas=(args.adam_beta1, args.adam_beta2),
+                eps=args.adam_epsilon,
+                weight_decay=args.weight_decay,
+            )
+        if scheduler is None:
+            scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
+        return optimizer, scheduler
+
     def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
-        return micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
+        """All rows in micro-batches, as many on every process."""
+        parts = micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
+        return padded(parts, max(gather_object([len(parts)])))

@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
+from torch.distributed.tensor import DTensor
 
 from .config import GRPOConfig
 from .launch import runs_on_cpu, world_size
+from .sharding import shard_on_cpus, sharding_plugin
 
 
 def make_accelerator(args: GRPOConfig) -> Accelerator:
@@ -15,10 +17,14 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
     Raises:
         RuntimeError: a state made before knows of other processes.
+        ValueError: FSDP as it was launched is not supported.
     """
+    mixed_precision = "bf16" if args.bf16 else None  # None: as accelerate was launched
+    plugin = sharding_plugin(mixed_precision)
     accelerator = Accelerator(
-        mixed_precision="bf16" if args.bf16 else None,  # None: as accelerate was launched
+        mixed_precision=mixed_precision,
         cpu=runs_on_cpu(args.use_cpu),
+        fsdp_plugin=plugin,
         log_with=args.report_to if args.report_to != "none" else None,
         project_dir=args.output_dir,
     )
@@ -27,6 +33,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
             f"num_processes must be {world_size()} as launched, got {accelerator.num_processes}; make no accelerate "
             "state before the trainer, or one with runs_on_cpu()"
         )
+    shard_on_cpus(accelerator, plugin)
     accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
     return accelerator
 
@@ -38,7 +45,8 @@ def agree(*flags: bool) -> list[bool]:
 
 @torch.no_grad()
 def check_ranks_agree(model: torch.nn.Module) -> None:
-    """Raises RuntimeError when the parameters are not the same on all processes."""
-    sums = gather_object([[float(p.double().sum()) for p in model.parameters()]])
+    """Raises RuntimeError when parameters that every process holds whole are not the same on all."""
+    whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
+    sums = gather_object([[float(p.double().sum()) for p in whole]])
     if any(other != sums[0] for other in sums):
         raise RuntimeError("parameters must be equal on all processes after training, got different sums; report this")

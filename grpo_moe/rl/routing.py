@@ -25,6 +25,8 @@ from grpo_moe.types import RolloutBatch
 from .config import GRPOConfig
 from .metrics import Metrics
 
+_IDLE = {"routing_replay": "none", "freeze_router": False, "router_aux_loss_coef": 0}
+"""Options that need routers, and where they do not."""
 _OPEN: weakref.WeakKeyDictionary[PreTrainedModel, RoutingReplay] = weakref.WeakKeyDictionary()
 """The hooks of the last trainer of a model: the next one's take their place."""
 
@@ -47,7 +49,7 @@ class PolicyRouting:
     """The routers of the policy; does nothing for a model without experts.
 
     Args:
-        policy: the model, before it is wrapped and after copies of it were made.
+        policy: the model, before it is wrapped or sharded and after copies of it were made.
         args: the options.
 
     Raises:
@@ -55,36 +57,55 @@ class PolicyRouting:
     """
 
     def __init__(self, policy: PreTrainedModel, args: GRPOConfig):
-        self.args, self.replay, self._load = args, None, None
-        idle = {"routing_replay": "none", "freeze_router": False, "router_aux_loss_coef": 0}
-        asked = [name for name in idle if getattr(args, name) != idle[name]]
+        self.policy, self.args, self.replay, self._load = policy, args, None, None
+        asked = [name for name in _IDLE if getattr(args, name) != _IDLE[name]]
         if not has_experts(policy):
             if asked:
                 raise ValueError(
-                    f"{asked[0]} must be {idle[asked[0]]!r} for {type(policy).__name__}, which has no experts, got "
+                    f"{asked[0]} must be {_IDLE[asked[0]]!r} for {type(policy).__name__}, which has no experts, got "
                     f"{getattr(args, asked[0])!r}; leave it out"
                 )
             return
         if args.freeze_router:
             freeze_routers(policy)
         close_routing(policy)
-        vocabulary = policy.config.get_text_config().vocab_size
         try:
             self.replay = RoutingReplay(policy)
-            _OPEN[policy] = self.replay
-            with self.replay.record(), torch.no_grad():  # any forward: the routers' rules are found
+        except ValueError as error:
+            self._give_up(error)
+            return
+        _OPEN[policy] = self.replay
+        said = getattr(policy.config.get_text_config(), "router_aux_loss_coef", 0)
+        if said and not args.router_aux_loss_coef:
+            print(f"router_aux_loss_coef is 0 in training, not the {said} of the model's config; set it to change that")
+
+    def find_rules(self) -> None:
+        """Finds the routers' rules by a forward, once the policy is where it will train, sharded or not.
+
+        Raises:
+            ValueError: an option needs routers that can be replayed, and these cannot.
+        """
+        if self.replay is None:
+            return
+        policy, vocabulary = self.policy, self.policy.config.get_text_config().vocab_size
+        try:
+            with self.replay.record(), torch.no_grad():  # any forward will do
                 policy(input_ids=torch.arange(1, 5, device=policy.device)[None] % vocabulary, use_cache=False)
         except ValueError as error:
             close_routing(policy)
-            needing = [name for name in asked if name != "freeze_router"]
-            needing += ["gradient_checkpointing"] if args.gradient_checkpointing else []  # routes again in backward
-            if needing:
-                raise ValueError(f"{needing[0]} must be off for {type(policy).__name__}: {error}") from error
-            warnings.warn(f"no metrics of the routing of {type(policy).__name__}: {error}", stacklevel=2)
-            self.replay = None
-        said = getattr(policy.config.get_text_config(), "router_aux_loss_coef", 0)
-        if self.replay is not None and said and not args.router_aux_loss_coef:
-            print(f"router_aux_loss_coef is 0 in training, not the {said} of the model's config; set it to change that")
+            self._give_up(error)
+
+    def _give_up(self, error: ValueError) -> None:
+        """Goes without the routers where no option needs them."""
+        args, name = self.args, type(self.policy).__name__
+        needing = [
+            option for option in ("routing_replay", "router_aux_loss_coef") if getattr(args, option) != _IDLE[option]
+        ]
+        needing += ["gradient_checkpointing"] if args.gradient_checkpointing else []  # routes again in backward
+        if needing:
+            raise ValueError(f"{needing[0]} must be off for {name}: {error}") from error
+        warnings.warn(f"no metrics of the routing of {name}: {error}", stacklevel=3)
+        self.replay = None
 
     @property
     def checkpointing_kwargs(self) -> dict:

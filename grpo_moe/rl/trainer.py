@@ -35,6 +35,7 @@ from .metrics import Metrics, PhaseTimer
 from .policy import Policy
 from .processes import agree, check_ranks_agree, make_accelerator
 from .record import RunRecord
+from .sharding import whole_parameters, whole_state
 from .state import TrainerState
 from .waterfall import add_loss_stats
 from .windows import Window, deal_windows
@@ -84,22 +85,21 @@ class GRPOTrainer:
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
         on_error, timeout = args.reward_on_error, args.reward_timeout
         self.rewards = RewardCaller(reward_funcs, reward_weights, on_error=on_error, timeout=timeout)
+        self.accelerator = make_accelerator(args)  # before the model: processes may share its loading
         policy, self.adapters = load_policy(model, peft_config)
         self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
         datasets = TaskData(train_dataset, eval_dataset, self.tokenizer, args, context_length(policy), self.rewards)
         self.source, self.eval_prompts = datasets.source, datasets.eval_prompts
-        self.accelerator = make_accelerator(args)
         self.record = RunRecord(self.accelerator, args, self.rewards.names)
-        self._prepared = Policy(policy, self.adapters, args, self.accelerator)
-        self.policy, self.reference, self.routing = policy, self._prepared.reference, self._prepared.routing
-        optimizer, self.scheduler = self._prepared.optimizers(optimizers)
-        self.accelerator.register_for_checkpointing(self.scheduler)  # prepared, it would be stepped once a process
-        self.model, self.optimizer = self.accelerator.prepare(policy, optimizer)
-        self.model.train()
-        engine = rollout_engine or default_engine(self.policy, self.tokenizer)
-        self.collector = Collector(engine, self.rewards, args, self.accelerator, self.timer)
-        given = {"model": policy, "processing_class": self.tokenizer, "optimizer": optimizer}
+        self._prepared = Policy(policy, self.adapters, args, self.accelerator, optimizers)
+        self.policy, self.model, self.reference = policy, self._prepared.wrapped, self._prepared.reference
+        self.optimizer, self.scheduler = self._prepared.optimizer, self._prepared.scheduler
+        self.routing = self._prepared.routing
+        with whole_parameters(policy):
+            engine = rollout_engine or default_engine(policy, self.tokenizer)
+        self.collector = Collector(engine, self.rewards, args, self.accelerator, timer=self.timer, policy=policy)
+        given = {"model": policy, "processing_class": self.tokenizer, "optimizer": self.optimizer}
         self.callbacks = Callbacks(callbacks, args, lr_scheduler=self.scheduler, **given)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
@@ -224,6 +224,7 @@ class GRPOTrainer:
     def optimizer_step(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> None:
         """Clips and applies the gradient; skips and counts a window without tokens or with a non-finite gradient."""
         norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
+        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over the shards of FSDP
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
         self._prepared.check_adapters(float(norm))
@@ -263,9 +264,12 @@ class GRPOTrainer:
 
         Of a model with adapters only these are written, in PEFT's format.
         """
-        path = Path(output_dir or Path(self.args.output_dir) / "model")
+        path, state = (
+            Path(output_dir or Path(self.args.output_dir) / "model"),
+            whole_state(self.policy, self.accelerator),
+        )
         if self.accelerator.is_main_process:
-            (self.adapters or self.policy).save_pretrained(path, safe_serialization=True)
+            (self.adapters or self.policy).save_pretrained(path, safe_serialization=True, state_dict=state)
             self.tokenizer.save_pretrained(path)
         self.accelerator.wait_for_everyone()
 
@@ -311,8 +315,8 @@ class GRPOTrainer:
         return self.args.seed * 1_000_003 + self.state.step
 
     def _sync(self, last: bool):
-        """Gradients are reduced over the processes in the last micro-batch of a window only."""
-        return nullcontext() if last else self.accelerator.no_sync(self.model)
+        """DDP reduces gradients in the last micro-batch of a window only; FSDP in each, to hold no whole gradient."""
+        return nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.model)
 
     def _log_step(self, metrics: dict[str, float]) -> None:
         line = {"epoch": self.source.epochs, "num_skipped_updates": self.state.skipped_updates, **metrics}

@@ -62,6 +62,10 @@ def deal_windows(
     made = []
     for number, part in enumerate(parts):
         micro, *counts = zip(*(counts[number] for counts in everyone), strict=True)
-        padding = [torch.zeros(0, dtype=torch.long)] * (max(micro) - len(part))
-        made.append(Window(part + padding, *map(sum, counts)))
+        made.append(Window(padded(part, max(micro)), *map(sum, counts)))
     return made
+
+
+def padded(micro_batches: list[torch.Tensor], count: int) -> list[torch.Tensor]:
+    """The micro-batches and empty ones up to ``count``: a process that has fewer must miss no collective."""
+    return micro_batches + [torch.zeros(0, dtype=torch.long)] * (count - len(micro_batches))

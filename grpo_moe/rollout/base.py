@@ -17,6 +17,9 @@ from grpo_moe.types import Completion, Prompt, SamplingParams
 class RolloutEngine(Protocol):
     """Draws completions from the policy. Every engine passes tests/rollout/contract.py."""
 
+    in_process: bool
+    """Whether it reads the policy's own parameters, which must then be whole in this process; absent means True."""
+
     def generate(self, prompts: Sequence[Prompt | Sequence[int]], sampling: SamplingParams) -> list[list[Completion]]:
         """Completions [P][G] in the order of the prompts, with routes when ``sampling.return_routes``."""
         ...

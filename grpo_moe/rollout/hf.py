@@ -35,6 +35,8 @@ class HFEngine:
             a kept one would serve keys and values of earlier weights. Without routes.
     """
 
+    in_process = True
+
     def __init__(self, model, tokenizer, *, max_rows: int = 256, continuous_batching: bool = False):
         self.model, self.tokenizer, self.max_rows = add_token_logps(model), tokenizer, max_rows
         self.continuous_batching = continuous_batching
@@ -98,7 +100,12 @@ class HFEngine:
                 if self.continuous_batching:
                     generated = self._continuous(rows, config)
                 else:
-                    made = self.model.generate(ids, attention_mask=mask, generation_config=config)
+                    made = self.model.generate(
+                        ids,
+                        attention_mask=mask,
+                        generation_config=config,
+                        synced_gpus=False,  # see in_process
+                    )
                     generated = made[:, ids.shape[1] :].tolist()
         finally:
             self.model.generation_config = own

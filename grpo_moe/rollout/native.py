@@ -56,6 +56,8 @@ class NativeEngine:
         ValueError: a model whose head, or whose steps on a cache, are not its own.
     """
 
+    in_process = True
+
     def __init__(self, model: PreTrainedModel, tokenizer=None, *, max_rows: int = 1024, keep_graphs: bool = False):
         if not isinstance(model, PreTrainedModel):
             raise TypeError(

@@ -73,6 +73,8 @@ class VLLMEngine:
         ValueError: it serves another model, a smaller vocabulary, or without VLLM_SERVER_DEV_MODE.
     """
 
+    in_process = False
+
     def __init__(
         self,
         model,

@@ -9,6 +9,7 @@ from accelerate import PartialState
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.rl.sharding import whole_state
 
 if __name__ == "__main__":
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
@@ -26,6 +27,8 @@ if __name__ == "__main__":
     )  # fmt: skip
     summary = trainer.train()
     rank = trainer.accelerator.process_index
+    whole = whole_state(trainer.policy, trainer.accelerator)
     torch.save(
-        {"parameters": trainer.policy.state_dict(), "skipped": summary["skipped_updates"]}, folder / f"{rank}.pt"
+        {"parameters": whole or trainer.policy.state_dict(), "skipped": summary["skipped_updates"]},
+        folder / f"{rank}.pt",
     )

@@ -58,7 +58,8 @@ def collector(rewards=right, engine=None, **options):
         RewardCaller(rewards, [1.0, 0.0] if isinstance(rewards, list) else None),
         SimpleNamespace(**{**args, **options}),
         Accelerator(cpu=True),
-        PhaseTimer(),
+        timer=PhaseTimer(),
+        policy=torch.nn.Linear(1, 1),
     )
 
 

@@ -1,0 +1,101 @@
+"""FSDP2 beside what Accelerate does: its precision, whole parameters for a rollout, whole weights for a save."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+
+
+def sharding_plugin(mixed_precision: str | None) -> FullyShardedDataParallelPlugin | None:
+    """FSDP2 as ``accelerate launch`` was told to use it, or None.
+
+    accelerate's own policy for bf16 also rounds what the forward returns, log-probabilities and losses, and sums
+    gradients in bf16. Here parameters are gathered in bf16, and all else is fp32.
+
+    Raises:
+        ValueError: FSDP1, or an option of FSDP2 that this trainer does not support.
+    """
+    if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() != "true":
+        return None
+    bf16 = (mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION")) == "bf16"
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if bf16 else None
+    plugin = FullyShardedDataParallelPlugin(mixed_precision_policy=policy)
+    wraps_layers = getattr(plugin.auto_wrap_policy, "func", plugin.auto_wrap_policy) is transformer_auto_wrap_policy
+    rules = (
+        ("fsdp_version", plugin.fsdp_version == 2, "2", plugin.fsdp_version),
+        ("fsdp_auto_wrap_policy", wraps_layers, "TRANSFORMER_BASED_WRAP", plugin.auto_wrap_policy),
+        ("fsdp_activation_checkpointing", not plugin.activation_checkpointing, "false", True),
+        ("fsdp_offload_params", not isinstance(plugin.cpu_offload, CPUOffloadPolicy), "false", True),
+    )
+    for name, holds, rule, value in rules:
+        if not holds:
+            hint = "; use gradient_checkpointing=True" if "checkpointing" in name else ""
+            raise ValueError(f"{name} must be {rule}, got {value}{hint}; see recipes/accelerate/fsdp2.yaml")
+    return plugin
+
+
+def shard_on_cpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
+    """FSDP2 for a group of processes without accelerators, which accelerate 1.15 would leave at DDP without a word."""
+    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
+        accelerator.state.distributed_type = DistributedType.FSDP
+        accelerator.state.fsdp_plugin = plugin
+
+
+def shard_frozen(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
+    """The model, sharded like the policy where that is; it has no optimiser, without which prepare() refuses it."""
+    return fsdp_utils.fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else model
+
+
+@contextmanager
+def whole_parameters(model: torch.nn.Module) -> Iterator[None]:
+    """Gathers every parameter once and keeps them all until the end, with FSDP2's hooks off; nothing for other models.
+
+    Inside, modules hold plain parameters in the dtype they are gathered in, processes may run different numbers of
+    forwards, and CUDA graphs can be captured. Entering is a collective; no gradients inside.
+    """
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    if not sharded:
+        yield
+        return
+    model._get_fsdp_state()._lazy_init()  # before the first forward a part would take itself for the root
+    for module in sharded:
+        module.unshard()
+    hooks_before = [(hooks, dict(hooks)) for hooks in _hooks(model)]
+    for hooks, before in hooks_before:
+        for key in [key for key, hook in before.items() if _is_fsdp(hook)]:
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for hooks, before in hooks_before:
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({key: hook for key, hook in before.items() if key in now or _is_fsdp(hook)})
+            hooks.update(now)
+        for module in sharded:
+            module.reshard()
+
+
+def whole_state(model: torch.nn.Module, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
+    """The state dict of a sharded model, gathered on the main process's CPU; None for a model that is whole.
+
+    Every process takes part.
+    """
+    return accelerator.get_state_dict(model) if accelerator.is_fsdp2 else None
+
+
+def _hooks(model: torch.nn.Module) -> list[dict]:
+    """The dicts of hooks around forwards in which FSDP2 has one."""
+    dicts = [hooks for module in model.modules() for hooks in (module._forward_pre_hooks, module._forward_hooks)]
+    return [hooks for hooks in dicts if any(map(_is_fsdp, hooks.values()))]
+
+
+def _is_fsdp(hook) -> bool:
+    return (getattr(hook, "__module__", None) or "").startswith("torch.distributed.fsdp")
