@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 # modules of the library are imported by the command that needs them: --help must not wait for torch
 
@@ -27,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="grpo-moe", epilog=_COMMANDS_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("command", choices=_COMMANDS)
-    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    _add_rest(parser)
     chosen = parser.parse_args(argv)
     try:
         return _COMMANDS[chosen.command](chosen.arguments)
@@ -36,8 +38,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
+class _OneLineParser(argparse.ArgumentParser):
+    """Without the usage before an error, which is a page long where there are many options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+
+
+def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
+    """What follows, which may be nothing; Python 3.11 says that something is required."""
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=text).required = False
+
+
 def _report(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(prog="grpo-moe report", description="Writes a run folder as one HTML page.")
+    parser = _OneLineParser(prog="grpo-moe report", description="Writes a run folder as one HTML page.")
     parser.add_argument("run", help="the output_dir of a run, finished or not")
     parser.add_argument("--out", help="file to write; RUN/report.html by default")
     arguments = parser.parse_args(argv)
@@ -49,11 +63,11 @@ def _report(argv: list[str]) -> int:
 
 def _doctor(argv: list[str]) -> int:
     """Runs the recipe as a script; its ``GRPOTrainer.train`` sees the variable, examines itself and exits."""
-    parser = argparse.ArgumentParser(
+    parser = _OneLineParser(
         prog="grpo-moe doctor", description="Runs a recipe up to the point where it would train, and examines that."
     )
     parser.add_argument("recipe", help="a script that calls GRPOTrainer.train")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of the recipe")
+    _add_rest(parser, "those of the recipe")
     arguments = parser.parse_args(argv)
     recipe = Path(arguments.recipe)
     if not recipe.is_file():
@@ -71,15 +85,17 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _replay(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = _OneLineParser(
         prog="grpo-moe replay",
         description="Computes loss and gradient of a kept step as they were and with other options.",
     )
     parser.add_argument("capsule", help="a file of RUN/capsules")
+    from grpo_moe.ops import LossConfig
     from grpo_moe.rl.capsule import load_capsule, loss_options, replay_capsule, replay_table
 
+    texts = {field.name: field.metadata["help"] for field in dataclasses.fields(LossConfig)}
     for name, read in loss_options().items():
-        parser.add_argument(f"--{name}", type=read, default=argparse.SUPPRESS)
+        parser.add_argument(f"--{name}", type=read, default=argparse.SUPPRESS, help=texts[name])
     changes = vars(parser.parse_args(argv))
     capsule = load_capsule(changes.pop("capsule"))
     print(f"update {capsule.step}: {capsule.reason}")

@@ -337,6 +337,11 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 def _prompt_column(dataset: Any) -> list[Any]:
     if isinstance(dataset, Mapping):
         raise ValueError(f"dataset must be a single split, got a dict of {', '.join(dataset)}; pick dataset['train']")
+    if hasattr(dataset, "iloc"):  # its [0] would be a column
+        raise ValueError(
+            f"dataset must be a map-style dataset or a sequence of dicts, got pandas' {type(dataset).__name__}; give "
+            "datasets.Dataset.from_pandas(...) of it"
+        )
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
             f"dataset must be a map-style dataset or a sequence of dicts, got {type(dataset).__name__}; an iterator "

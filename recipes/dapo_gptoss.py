@@ -19,8 +19,8 @@ from running import run, train, use_all_cores
 from tasks import PRESETS, default_preset, make_task, warm_started_policy
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
-from grpo_moe.rl.checkpoint import check_run_folder
 from grpo_moe.rl.launch import start_all_processes
+from grpo_moe.rl.run_folder import check_run_folder
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,8 +14,8 @@ from grpo_moe.data import character_tokenizer
 from grpo_moe.rewards import Countdown
 from grpo_moe.rewards.countdown import ALPHABET
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
-from grpo_moe.rl.checkpoint import check_run_folder
 from grpo_moe.rl.launch import start_all_processes
+from grpo_moe.rl.run_folder import check_run_folder
 
 TINY_MODEL = dict(
     hidden_size=64,

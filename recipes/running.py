@@ -31,11 +31,12 @@ def train(trainer: GRPOTrainer) -> None:
 
 
 def run(main: Callable[[], None]) -> None:
-    """Calls ``main``; wrong options exit with a line of text, an interruption with 130 and what to do next."""
+    """Calls ``main``; wrong options exit with 2 and a line of text, an interruption with 130 and what to do next."""
     try:
         main()
     except ValueError as error:
-        sys.exit(f"error: {error}")
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)  # 1 is what grpo-moe doctor says of a failed check
     except KeyboardInterrupt as interrupt:
         saved = f"{interrupt}\nadd --resume_from_checkpoint to go on"  # the trainer says what it saved
         print(

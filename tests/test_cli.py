@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,10 @@ def test_report_writes_the_page_and_says_where(tmp_path, capsys):
 
 
 def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n123\n')
+    metrics = f"grpo-moe report: error: {tmp_path / 'metrics.jsonl'} must hold JSON objects, got b'123' in line 2"
     for arguments, message in (
+        (["report", str(tmp_path)], metrics),
         (["report", str(tmp_path / "none")], "grpo-moe report: error: run must be a folder with metrics.jsonl"),
         (["replay", str(tmp_path / "none")], "grpo-moe replay: error: capsule must be a file"),
         (["doctor", str(tmp_path / "none.py")], "grpo-moe doctor: error: recipe must be a Python file"),
@@ -60,16 +64,31 @@ def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
     [
         [],
         ["plan"],
-        ["report"],
-        ["replay", "c", "--no_such_option", "1"],
-        ["replay", "c", "--beta", "x"],
-        ["replay", "c", "--use_bias_correction_kl", "maybe"],
     ],  # fmt: skip
 )
-def test_wrong_arguments_exit_with_2(arguments, capsys):
+def test_no_command_and_an_unknown_one_exit_with_2_and_the_usage(arguments, capsys):
     with pytest.raises(SystemExit) as ended:
         cli.main(arguments)
-    assert ended.value.code == 2 and "usage: grpo-moe" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert ended.value.code == 2 and "usage: grpo-moe" in shown and "required: command, arguments" not in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["report"], "the following arguments are required: run"),
+        (["doctor"], "the following arguments are required: recipe"),
+        (["replay", "c", "--no_such_option", "1"], "unrecognized arguments: --no_such_option 1"),
+        (["replay", "c", "--beta", "x"], "argument --beta: invalid float value: 'x'"),
+        (["replay", "c", "--use_bias_correction_kl", "maybe"], "argument --use_bias_correction_kl: invalid bool value"),
+    ],
+)
+def test_wrong_arguments_of_a_command_are_one_line_and_exit_with_2(arguments, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        cli.main(arguments)
+    shown, name = capsys.readouterr().err, f"grpo-moe {arguments[0]}"
+    assert ended.value.code == 2 and shown.startswith(f"{name}: error: {message}") and shown.count("\n") == 1
+    assert shown.endswith(f"; see {name} --help\n")
 
 
 def test_help_lists_commands_and_every_option_of_the_loss(capsys):
@@ -81,6 +100,7 @@ def test_help_lists_commands_and_every_option_of_the_loss(capsys):
         shown.append(capsys.readouterr().out)
     assert all(name in shown[0] for name in ("report RUN", "doctor RECIPE", "replay CAPSULE"))
     assert all(f"--{name} " in shown[1] for name in LossConfig.__dataclass_fields__)
+    assert "Weight of the KL term to the reference policy." in shown[1]
 
 
 def test_replay_prints_both_objectives(tmp_path, capsys):
@@ -143,19 +163,26 @@ def test_a_recipe_that_trains_nothing_is_an_error(tmp_path, clean_imports, capsy
 
 
 TRAINING = """
+import time
 from tiny import prompt_rows, tiny_model, tokenizer
 from grpo_moe import GRPOConfig, GRPOTrainer
 
 def honest(completions, **columns):
     return [text.count("a") / (len(text) + 1) for text in completions]
 
+def broken(completions, **columns):
+    return [columns["answer"]]
+
+def late(completions, **columns):
+    time.sleep(1.5)
+
 def first_only(completions, **columns):
     return [0.5] + [0.0] * (len(completions) - 1)
 
 def train(arguments):
     args = GRPOConfig(output_dir=arguments[0], per_device_train_batch_size=4, num_generations=4,
-                      max_completion_length=6, use_cpu=True, show_progress=False)
-    reward = {"honest": honest, "first_only": first_only}[arguments[1]]
+                      max_completion_length=6, use_cpu=True, show_progress=False, reward_timeout=0.5)
+    reward = {"honest": honest, "first_only": first_only, "broken": broken, "late": late}[arguments[1]]
     GRPOTrainer(tiny_model(), reward, args, prompt_rows(6), processing_class=tokenizer()).train()
 """
 
@@ -168,3 +195,34 @@ def test_doctor_examines_a_recipe_and_trains_nothing(tmp_path, clean_imports, ca
     assert ended.value.code == code, out
     assert ("FAIL reward order" in out) == bool(code) and "group alignment" in out
     assert not list((tmp_path / "run").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        (
+            "broken",
+            "reward function 'broken' raised KeyError: 'answer'; it was called with 2 completions and .*beside.py",
+        ),
+        (
+            "late",
+            "reward function 'late' must return within 0.5 s, got nothing for 2 completions; raise the time limit",
+        ),
+    ],
+)
+@pytest.mark.parametrize("as_recipe", [False, True])
+def test_a_reward_function_that_fails_at_once_is_one_line_and_no_failed_check(
+    tmp_path, clean_imports, monkeypatch, capsys, reward, message, as_recipe
+):
+    arguments = ["doctor", recipe(tmp_path, TRAINING), str(tmp_path / "run"), reward]
+    if as_recipe:  # with recipes/running.py around it
+        monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+        guarded = "import running\n" + RECIPE.replace("train(sys.argv[1:])", "running.run(lambda: train(sys.argv[1:]))")
+        (tmp_path / "recipe.py").write_text(guarded)
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        code = ended.value.code
+    else:
+        code = cli.main(arguments)
+    said = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert code == 2 and len(said) == 1 and re.search(f"error: {message}", said[0])

@@ -4,6 +4,7 @@ import json
 import warnings
 
 import datasets
+import pandas
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -262,6 +263,14 @@ def test_faulty_datasets_of_the_datasets_library_are_refused(tokenizer):
         PromptSource(dataset.to_iterable_dataset(), tokenizer, seed=0)
     with pytest.raises(ValueError, match="got a dict of test"):
         PromptSource(datasets.DatasetDict(test=dataset), tokenizer, seed=0)
+
+
+def test_a_frame_of_pandas_is_told_what_to_become(tokenizer):
+    frame = pandas.DataFrame(rows(3))
+    for make in (PromptSource, prompt_source):
+        with pytest.raises(ValueError, match=r"got pandas' DataFrame; give datasets.Dataset.from_pandas\(...\) of it"):
+            make(frame, tokenizer, seed=0)
+    assert answers(PromptSource(datasets.Dataset.from_pandas(frame), tokenizer, seed=0).all()) == [0, 1, 2]
 
 
 def test_a_chat_that_the_template_refuses_is_named():

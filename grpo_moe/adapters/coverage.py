@@ -69,14 +69,14 @@ def _own(module: nn.Module | None) -> set[int]:
 def _role(name: str) -> str:
     """By the parts of the parameter's name, from the outside in."""
     for part in name.split(".")[:-1]:
+        if "norm" in part:  # before attention, for post_attention_layernorm
+            return "norm"
         if "attn" in part or "attention" in part or part in ("q_proj", "k_proj", "v_proj", "o_proj"):
             return "attention"
         if part == "experts":
             return "experts"
         if part in ("gate", "router"):
             return "router"
-        if "norm" in part:
-            return "norm"
         if part.startswith(("shared_expert", "gate_proj", "up_proj", "down_proj")):
             return "mlp"
     return "other"

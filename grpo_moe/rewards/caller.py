@@ -6,17 +6,20 @@ import functools
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .faults import TIMEOUT, Scores, joined
+from .faults import NOT_FINITE, TIMEOUT, Scores, joined
 from .running import Call, run_calls
 
 logger = logging.getLogger(__name__)
 
 RewardFunction = Callable[..., Any]
 """f(prompts, completions, **columns) -> list[float | None] [N], plain or `async def`; None: cannot be scored."""
+
+WEIGHTED_SUM = "weighted_sum"
+"""Stands in `RewardOutput.faults` for a function where only the sum is not finite."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class RewardOutput:
     values: list[list[float]]
     """[F][N] what each function said, unweighted, in the order of `RewardCaller.names`; NaN for None and faults."""
     skipped: list[bool]
-    """[N] rows that a fault cost the score of a function with a weight: their groups must not be trained on."""
+    """[N] rows that a fault cost the score of a function with a weight, or their sum: their groups must not be trained
+    on."""
     faults: dict[str, int]
     """Rows lost by "function/kind" (kinds: `faults.FAULTS`); empty without faults."""
 
@@ -37,11 +41,12 @@ class RewardCaller:
     """Scores completions with one or more reward functions.
 
     Functions are called by keyword with `prompts`, `completions` and every column, each a list of length N (TRL's
-    convention). Plain functions run one after another in the calling thread; those made with `async def` run
-    meanwhile, all at once, in a thread of their own.
+    convention). Every call gets lists of its own, which it may sort or fill; what is in them (chat messages, answers
+    that are lists) is shared and must be left as it is. Plain functions run one after another in the calling thread;
+    those made with `async def` run meanwhile, all at once, in a thread of their own.
 
-    A fault is an exception, no answer in time, a return value that is not N numbers or None, or a number that is not
-    finite. KeyboardInterrupt and SystemExit are not faults and always end the run.
+    A fault is an exception, no answer in time, a return value that is not N numbers or None, a number that is not
+    finite, or a weighted sum that is not. KeyboardInterrupt and SystemExit are not faults and always end the run.
 
     Args:
         reward_funcs: One function or several. A model: `ModelReward`.
@@ -94,7 +99,8 @@ class RewardCaller:
                 costs its group and not the batch.
 
         Raises:
-            ValueError: A function returned something else than N finite numbers or None; arguments that do not fit.
+            ValueError: A function returned something else than N finite numbers or None, or the weighted sum of a row
+                is not finite; arguments that do not fit.
             RuntimeError: A function raised; its exception is the cause.
             TimeoutError: A function took longer than `timeout`.
         """
@@ -106,19 +112,30 @@ class RewardCaller:
             _raise_first(scores)
         else:
             scores = [self._by_group(call, s, group_size) for call, s in zip(calls, scores, strict=True)]
-            self._log(scores)
-        return self._output(scores)
+        total = self._total(scores)
+        if self.on_error == "raise":
+            _raise_first([total])
+        by_name = list(zip([*self.names, WEIGHTED_SUM], [*scores, total], strict=True))
+        self._log(by_name)
+        faults = Counter(f"{name}/{kind}" for name, s in by_name for kind in s.lost if kind is not None)
+        skipped = self._skipped([*scores, total])
+        rewards = [math.nan if lost else reward for reward, lost in zip(total.values, skipped, strict=True)]
+        return RewardOutput(rewards, [s.values for s in scores], skipped, dict(faults))
 
     def check(self, prompts: Sequence[Any], columns: Mapping[str, Sequence[Any]]) -> None:
         """Score empty completions of the first two prompts, so that a faulty function fails before any training.
 
         Raises:
-            ValueError, RuntimeError, TimeoutError: As in `__call__` with on_error="raise", whatever it is set to.
+            ValueError: Any fault, whatever `on_error` is set to: the function does not fit the run.
         """
         empty_turn = [{"role": "assistant", "content": ""}]
         completions = ["" if isinstance(prompt, str) else empty_turn for prompt in prompts[:2]]
         calls = self._calls(prompts[:2], completions, {name: column[:2] for name, column in columns.items()})
-        _raise_first(run_calls(calls, self.timeout))
+        scores = run_calls(calls, self.timeout)
+        try:
+            _raise_first([*scores, self._total(scores)])
+        except (RuntimeError, TimeoutError) as fault:
+            raise ValueError(str(fault)) from fault
 
     def _calls(self, prompts, completions, columns):
         arguments = {"prompts": prompts, "completions": completions, **columns}
@@ -132,9 +149,9 @@ class RewardCaller:
         parts = [call.part(start, start + group_size) for start in range(0, len(call), group_size)]
         return joined(run_calls(parts, self.timeout))
 
-    def _log(self, scores: Sequence[Scores]) -> None:
-        for name, function_scores in zip(self.names, scores, strict=True):
-            for kind, error in function_scores.errors.items():
+    def _log(self, by_name: Iterable[tuple[str, Scores]]) -> None:
+        for name, scores in by_name:
+            for kind, error in scores.errors.items():
                 key = f"{name}/{kind}"
                 if key not in self._logged:
                     self._logged.add(key)
@@ -145,22 +162,29 @@ class RewardCaller:
                         exc_info=error.__cause__,
                     )
 
-    def _output(self, scores: Sequence[Scores]) -> RewardOutput:
-        values = [s.values for s in scores]
-        needed = [s.lost for s, weight in zip(scores, self.weights, strict=True) if weight]
-        skipped = [any(kinds) for kinds in zip(*needed, strict=True)] or [False] * len(values[0])
-        rewards = [
-            math.nan if lost else self._weighted_sum(row)
-            for row, lost in zip(zip(*values, strict=True), skipped, strict=True)
-        ]
-        faults = Counter(
-            f"{name}/{kind}" for name, s in zip(self.names, scores, strict=True) for kind in s.lost if kind is not None
-        )
-        return RewardOutput(rewards, values, skipped, dict(faults))
+    def _skipped(self, scores: Sequence[Scores]) -> list[bool]:
+        needed = [s.lost for s, weight in zip(scores, [*self.weights, 1.0], strict=True) if weight]
+        return [any(kinds) for kinds in zip(*needed, strict=True)]
 
-    def _weighted_sum(self, row: Sequence[float]) -> float:
-        scored = [weight * value for weight, value in zip(self.weights, row, strict=True) if not math.isnan(value)]
-        return sum(scored) if scored else math.nan
+    def _total(self, scores: Sequence[Scores]) -> Scores:
+        """The weighted sums as the scores of one more function; NaN where no function scored the row."""
+        total = Scores([], [])
+        for row, values in enumerate(zip(*(s.values for s in scores), strict=True)):
+            terms = [weight * v for weight, v in zip(self.weights, values, strict=True) if not math.isnan(v)]
+            reward = sum(terms) if terms else math.nan
+            overflows = bool(terms) and not math.isfinite(reward)
+            total.values.append(math.nan if overflows else reward)
+            total.lost.append(NOT_FINITE if overflows else None)
+            if overflows:
+                total.errors.setdefault(NOT_FINITE, self._overflow(row, values, reward))
+        return total
+
+    def _overflow(self, row: int, values: Sequence[float], reward: float) -> ValueError:
+        said = ", ".join(f"{name} {value}" for name, value in zip(self.names, values, strict=True))
+        return ValueError(
+            f"weighted sum of the reward functions must be finite, got {reward} for row {row} from {said}; "
+            "return smaller numbers or lower reward_weights"
+        )
 
 
 def _raise_first(scores: Sequence[Scores]) -> None:
@@ -171,6 +195,8 @@ def _raise_first(scores: Sequence[Scores]) -> None:
 
 def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> list[RewardFunction]:
     one = callable(reward_funcs) or isinstance(reward_funcs, str)
+    if not (one or reward_funcs is None or isinstance(reward_funcs, Iterable)):
+        raise ValueError(f"reward_funcs must be a function or a list of them, got {reward_funcs!r}; pass the function")
     functions = [reward_funcs] if one else list(reward_funcs or [])
     if not functions:
         raise ValueError("reward_funcs must hold at least one function, got none")
@@ -190,11 +216,20 @@ def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> list[
 
 
 def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[float]:
-    checked = [1.0] * len(names) if weights is None else [float(weight) for weight in weights]
+    rule = f"reward_weights must be one number for each reward function ({', '.join(names)})"
+    given = [1.0] * len(names) if weights is None else weights
+    if isinstance(given, str) or not isinstance(given, Iterable):
+        raise ValueError(f"{rule}, got {weights!r}; give a list")
+    given = list(given)
+    try:
+        is_finite = all(map(math.isfinite, given))  # unlike float(), it reads no text
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ValueError(f"{rule}, got {given}; give numbers ({error})") from error
+    checked = [float(weight) for weight in given]
     if len(checked) != len(names):
-        raise ValueError(f"weights must be one number for each reward function ({', '.join(names)}), got {checked}")
-    if not all(map(math.isfinite, checked)):
-        raise ValueError(f"weights must be finite, got {checked}")
+        raise ValueError(f"{rule}, got {checked}")
+    if not is_finite:
+        raise ValueError(f"reward_weights must be finite, got {checked}")
     return checked
 
 

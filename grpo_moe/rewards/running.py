@@ -8,6 +8,7 @@ import functools
 import inspect
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -80,7 +81,7 @@ def _finish(call: Call, running: _Running, timeout: float | None) -> Scores:
         return read_returned(call.name, returned, len(call))
     raised = RuntimeError(
         f"reward function {call.name!r} raised {type(error).__name__}: {_message(error)}; "
-        f"it was called with {len(call)} completions and the keywords {', '.join(call.arguments)}"
+        f"it was called with {len(call)} completions and the keywords {', '.join(call.arguments)}{_place(error)}"
     )
     raised.__cause__ = error
     return all_lost(EXCEPTION, raised, len(call))
@@ -112,7 +113,8 @@ def _result(future: Future) -> tuple[Any, Exception | None]:
 
 def _settle(future: Future, call: Call) -> None:
     try:
-        settled = call.function(**call.arguments), None
+        own = {name: list(column) for name, column in call.arguments.items()}  # one that sorts its list spoils no other
+        settled = call.function(**own), None
     except BaseException as error:
         settled = None, error
     future.set_result(settled)
@@ -125,6 +127,13 @@ async def _settled(coroutine: Coroutine) -> tuple[Any, BaseException | None]:
         raise
     except BaseException as error:  # an interrupt would end the loop, and the caller would wait for ever
         return None, error
+
+
+def _place(error: BaseException) -> str:
+    """The last line of the function's own file on the way: an error shown in one line has no traceback."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]  # without our own call
+    own = [frame for frame in frames if frame.filename == frames[0].filename]
+    return f" ({own[-1].filename}, line {own[-1].lineno})" if own else ""
 
 
 def _message(error: BaseException) -> str:

@@ -46,7 +46,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps:
         variance = centred.square().sum(dim=1, keepdim=True) / (num_scorable - 1).clamp(min=1)
         centred = centred / (variance.sqrt() + eps)
     elif scale == "batch":
-        centred = centred / (_std(rewards[scorable]) + eps)
+        centred = centred / (sample_std(rewards[scorable]) + eps)
     return centred.float()
 
 
@@ -54,7 +54,7 @@ def decoupled_advantages(values: torch.Tensor, weights: Sequence[float], *, eps:
     """Several rewards, each normalised in its group, weighted and added, then normalised over the batch.
 
     A reward on a large scale cannot drown another. Where a function did not score a completion it adds nothing; a
-    completion that none scored, and a group in which none tells two completions apart, gets exactly 0.
+    completion that none scored, and a group in which the sum tells no two completions apart, gets exactly 0.
 
     Args:
         values: [F, P, G] of each reward function, NaN where it did not score; of the global batch.
@@ -70,15 +70,26 @@ def decoupled_advantages(values: torch.Tensor, weights: Sequence[float], *, eps:
     Source:
         GDPO (2601.05242); TRL's ``multi_objective_aggregation="normalize_then_sum"``.
     """
+    total = decoupled_rewards(values, weights, eps=eps)  # [P, G]
+    tells = reward_spread(total)[:, None] > 0
+    known = total[~total.isnan()]
+    scaled = (total - known.mean()) / (sample_std(known) + eps)
+    return torch.where(tells, scaled, 0.0).nan_to_num(0.0).float()
+
+
+def decoupled_rewards(values: torch.Tensor, weights: Sequence[float], *, eps: float = 1e-4) -> torch.Tensor:
+    """What :func:`decoupled_advantages` compares: several rewards, each normalised in its group, weighted and added.
+
+    Args:
+        values, weights, eps: as there; a group depends on no other.
+
+    Returns:
+        [P, G] float64, NaN where no function scored. All equal in a group in which none tells two completions apart.
+    """
     total = torch.zeros(values.shape[1:], dtype=torch.float64)
     for weight, rewards in zip(weights, values, strict=True):
         total += weight * group_advantages(rewards, scale="group", eps=eps).double()
-    scored = ~values.isnan().all(0)
-    tells = torch.stack([reward_spread(rewards) for rewards in values]).amax(0)[:, None] > 0
-    if not scored.any():
-        return total.float()
-    centred = total - total[scored].mean()
-    return torch.where(scored & tells, centred / (_std(total[scored]) + eps), 0.0).float()
+    return total.masked_fill(values.isnan().all(0), torch.nan)
 
 
 def reward_spread(rewards: torch.Tensor) -> torch.Tensor:
@@ -120,7 +131,7 @@ def resolve_scale(scale: str | bool) -> str:
     return scale
 
 
-def _std(values: torch.Tensor) -> torch.Tensor:
+def sample_std(values: torch.Tensor) -> torch.Tensor:
     """Sample standard deviation of [N], 0 for fewer than two."""
     return values.std() if values.numel() > 1 else values.new_zeros(())
 

@@ -1,4 +1,4 @@
-"""From groups of completions to padded tensors, to optimiser windows, to micro-batches."""
+"""From groups of completions to padded tensors, to some of their rows, to log-probabilities and the loss."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ class Group:
     scores: torch.Tensor
     """[G] float64 weighted sums of the reward functions; NaN where none scored."""
     rewards: torch.Tensor
-    """[G] float64 scores plus shaping (the overlong punishment): what advantages are made of."""
+    """[G] float64 scores plus shaping (the overlong punishment)."""
     values: list[list[float]]
     """[F][G] of each reward function."""
     skipped: bool = False
     """Whether a reward function failed on a completion: the group takes no part in an update."""
+    has_signal: bool = False
+    """Whether what advantages are made of tells two completions apart; without, all advantages are exactly 0."""
 
 
 def collate(
@@ -114,14 +116,3 @@ def batch_loss(model, batch: RolloutBatch, loss_fn: Callable[..., Any], *, paddi
         completion_length=batch.completion_ids.shape[1],
         padding_free=padding_free,
     )
-
-
-def windows(num_rows: int, num_windows: int, generator: torch.Generator) -> list[torch.Tensor]:
-    """Shuffles the row numbers and deals them into ``num_windows`` parts that differ by at most one row."""
-    return list(torch.randperm(num_rows, generator=generator).tensor_split(num_windows))
-
-
-def micro_batches(batch: RolloutBatch, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
-    """Row numbers in micro-batches of at most ``size`` rows, rows of like length together to save padding."""
-    by_length = rows[batch.attention_mask.sum(1).cpu()[rows].argsort(stable=True)]
-    return list(by_length.split(size))

@@ -12,8 +12,9 @@ class Callbacks:
     """Calls ``on_<event>(args, state, control, model=, processing_class=, optimizer=, lr_scheduler=, ...)``.
 
     Events: train_begin, step_end (after the updates of a rollout, with ``metrics``), log (with ``logs``), evaluate
-    (with ``metrics``), save, train_end. After step_end ``control.should_training_stop``, ``should_evaluate`` and
-    ``should_save`` are heeded; every process must set the last two alike.
+    (with ``metrics``), save, train_end. ``control.should_training_stop`` is heeded after any of them,
+    ``should_evaluate`` and ``should_save`` after step_end; every process must set them alike. ``state`` has
+    ``global_step``, ``max_steps``, ``epoch``, ``log_history`` and ``best_metric``, enough for EarlyStoppingCallback.
 
     Args:
         callbacks: objects or classes.
@@ -25,18 +26,44 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Sequence[Any] | None, args: Any, **given: Any):
-        made = [x() if isinstance(x, type) else x for x in callbacks or ()]
+        listed = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks is not None else []
+        made = [x() if isinstance(x, type) else x for x in listed]
         for callback in made:
             if not isinstance(callback, TrainerCallback):
                 raise ValueError(f"callbacks must be of transformers.TrainerCallback, got {callback!r}; derive from it")
-        self._callbacks, self._args, self._given = made, args, given
-        self._state = TrainerState(max_steps=args.max_steps)
+        self._callbacks, self._args, self._given = made, _Arguments(args), given
+        self._state, self._control = TrainerState(max_steps=args.max_steps), TrainerControl()
 
-    def __call__(self, event: str, step: int, **details: Any) -> TrainerControl:
-        """Tells all of them; returns what they ask for."""
-        self._state.global_step = step
-        control = TrainerControl()
+    def __call__(self, event: str, state: Any, **details: Any) -> TrainerControl:
+        """Tells all of them where the run stands; returns what they ask for.
+
+        Raises:
+            ValueError: one returned something else than None or a TrainerControl.
+        """
+        self._state.global_step, self._state.best_metric = state.step, state.best.get("value")
+        if line := details.get("logs") or details.get("metrics"):
+            self._state.epoch = line.get("epoch", self._state.epoch)
+            self._state.log_history.append({"step": state.step, **line})
+        self._control.should_evaluate = self._control.should_save = False
         for callback in self._callbacks:
-            answer = getattr(callback, f"on_{event}")(self._args, self._state, control, **self._given, **details)
-            control = control if answer is None else answer
-        return control
+            answer = getattr(callback, f"on_{event}")(self._args, self._state, self._control, **self._given, **details)
+            if answer is not None and not isinstance(answer, TrainerControl):
+                raise ValueError(
+                    f"{type(callback).__name__}.on_{event} must return the control or None, got {answer!r}"
+                )
+            self._control = self._control if answer is None else answer
+        return self._control
+
+
+class _Arguments:
+    """The options, with what transformers' callbacks read besides."""
+
+    load_best_model_at_end = True
+    """The best checkpoint stays; nothing is loaded by itself."""
+
+    def __init__(self, args: Any):
+        self._options = args
+        self.eval_strategy = "steps" if args.eval_steps else "no"
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._options, name)

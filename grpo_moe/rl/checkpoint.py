@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
+import logging
 import os
 import random
-import re
 import shutil
-import tempfile
-import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from functools import partial
@@ -24,10 +21,17 @@ from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
 from .config import GRPOConfig
+from .run_folder import (
+    STATE_FILE,
+    checksum,
+    file_facts,
+    list_checkpoints,
+    problems_of,
+    read_state,
+    step_of,
+    way_back,
+)
 
-STATE_FILE = "grpo_state.json"
-STATE_KEYS = {"step", "num_processes", "config", "files", "random_streams", "checksum"}
-RUN_FILE = "run_id"
 FREE_OPTIONS = {  # may differ between a run and its continuation: they do not shape the updates
     "output_dir",
     "max_steps",
@@ -48,6 +52,10 @@ FREE_OPTIONS = {  # may differ between a run and its continuation: they do not s
     "log_completions",
     "show_progress",
 }
+SPLIT_OPTIONS = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "padding_free"}
+"""May differ as long as a rollout and its updates stay of the same size."""
+
+logger = logging.getLogger(__name__)
 
 
 def save_checkpoint(
@@ -81,89 +89,11 @@ def save_checkpoint(
     return final
 
 
-def run_settings(args: GRPOConfig, adapters: Any) -> dict[str, Any]:
-    """What a resumed run must share with the run it goes on with: its options, and the configuration of adapters."""
+def run_settings(args: GRPOConfig, adapters: Any, **others: Any) -> dict[str, Any]:
+    """What a resumed run must share with the run it goes on with: options, configuration of adapters, and others."""
     peft = None if adapters is None else adapters.active_peft_config.to_dict()
     known = {name: sorted(x) if isinstance(x, set) else str(x) for name, x in (peft or {}).items()}
-    return {**asdict(args), "peft_config": None if peft is None else known}
-
-
-def start_run(output_dir: str | os.PathLike) -> str:
-    """Gives a fresh run in ``output_dir`` a name, so that an earlier run's checkpoints are not taken for its own.
-
-    Call on the main process; returns the name for ``state["run_id"]``.
-    """
-    name = uuid.uuid4().hex
-    Path(output_dir).mkdir(parents=True, exist_ok=True)
-    (Path(output_dir) / RUN_FILE).write_text(name, encoding="utf-8")
-    return name
-
-
-def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
-    """Finished checkpoints of the newest run in ``output_dir``, by step; without those whose state is damaged."""
-    run = Path(output_dir) / RUN_FILE
-    name = run.read_text(encoding="utf-8") if run.is_file() else None
-    found = [(path, *_parse_state(path)) for path in _finished(output_dir)]
-    return [path for path, state, _ in found if name is not None and state.get("run_id") == name]
-
-
-def best_checkpoint(output_dir: str | os.PathLike) -> Path | None:
-    """The checkpoint of the newest run's best evaluation; None without one, or where none was saved at its step."""
-    existing = list_checkpoints(output_dir)
-    best = read_state(existing[-1]).get("best") if existing else None
-    return next((path for path in existing if best and _step(path) == best["step"]), None)
-
-
-def find_checkpoint(name: str | bool, output_dir: str) -> Path | None:
-    """The folder that ``resume_from_checkpoint`` names; None for "latest" (or True) when there is none yet.
-
-    Raises:
-        ValueError: a path that is not one of our checkpoints, or a damaged state; the newest one's for "latest".
-    """
-    if name is True or name in ("latest", "True", "true"):
-        existing = list_checkpoints(output_dir)
-        last = _step(existing[-1]) if existing else -1
-        for path in _finished(output_dir):
-            if _step(path) > last and _parse_state(path)[1]:
-                read_state(path)  # raises: to pass over it silently would lose its updates
-        return existing[-1] if existing else None
-    path = Path(name)
-    if not (path / STATE_FILE).is_file():
-        known = ", ".join(str(p) for p in list_checkpoints(output_dir)) or "none"
-        raise ValueError(
-            f"resume_from_checkpoint must be 'latest' or a checkpoint folder with {STATE_FILE}, got {name}; "
-            f"checkpoints in {output_dir}: {known}"
-        )
-    read_state(path)
-    return path
-
-
-def read_state(path: Path) -> dict[str, Any]:
-    """Our own state in a checkpoint.
-
-    Raises:
-        ValueError: the file is damaged or of another program; the message names the checkpoint before.
-    """
-    state, problem = _parse_state(path)
-    if problem:
-        raise ValueError(f"{path / STATE_FILE} must be {problem}; {_way_back(path)}")
-    return state
-
-
-def check_run_folder(output_dir: str, resume_from_checkpoint: str | None) -> None:
-    """Finds out before any work whether the folder can be written and the checkpoint to resume from is there.
-
-    Raises:
-        ValueError: naming output_dir or resume_from_checkpoint.
-    """
-    try:
-        Path(output_dir).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=output_dir):
-            pass
-    except OSError as error:
-        raise ValueError(f"output_dir must be a folder that can be written, got {output_dir!r}: {error}") from error
-    if resume_from_checkpoint is not None:
-        find_checkpoint(resume_from_checkpoint, output_dir)
+    return {**asdict(args), "peft_config": None if peft is None else known, **others}
 
 
 def load_checkpoint(accelerator: Accelerator, path: Path, config: dict[str, Any]) -> dict[str, Any]:
@@ -181,25 +111,11 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: dict[str, Any]
             another number of processes, for another model.
     """
     state = read_state(path)
-    changed = {
-        name: (state["config"].get(name), value)
-        for name, value in json.loads(json.dumps(config)).items()
-        if name not in FREE_OPTIONS and state["config"].get(name) != value
-    }
-    if changed:
-        pairs = ", ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in changed.items())
-        raise ValueError(
-            f"options must be those of the checkpoint {path}, got changes {pairs}; drop them or start anew"
-        )
-    if state["num_processes"] != accelerator.num_processes:
-        raise ValueError(
-            f"num_processes must be that of the checkpoint {path}, {state['num_processes']}, "
-            f"got {accelerator.num_processes}; launch with the same number"
-        )
-    problems = _problems(path, {name: state["files"][name] for name in _share(accelerator, state["files"])})
+    _check_options(path, state, json.loads(json.dumps(config)), accelerator.num_processes)
+    problems = problems_of(path, {name: state["files"][name] for name in _share(accelerator, state["files"])})
     if problems := [problem for part in gather_object([problems]) for problem in part]:
         raise ValueError(
-            f"{path} must be a whole checkpoint of this model, got {', '.join(problems)}; {_way_back(path)}"
+            f"{path} must be a whole checkpoint of this model, got {', '.join(problems)}; {way_back(path)}"
         )
     try:
         accelerator.load_state(str(path))
@@ -208,8 +124,38 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: dict[str, Any]
             f"{path} must be a checkpoint of this model, got: {error}; resume with the model and the adapters of the "
             "run that wrote it"
         ) from error
-    _check_random_streams(path, state["random_streams"][accelerator.process_index])
+    streams = state["random_streams"]
+    if accelerator.process_index < len(streams):  # no option of ours draws from them
+        _check_random_streams(path, streams[accelerator.process_index])
     return state
+
+
+def _check_options(path: Path, state: dict[str, Any], config: dict[str, Any], num_processes: int) -> None:
+    """Refuses options that would make other updates; the split of a batch over processes and steps may change."""
+    saved = state["config"]
+    changed = {name: (saved.get(name), x) for name, x in config.items() if saved.get(name) != x}
+    if "max_steps" in changed and config["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
+        logger.warning("lr_scheduler_type %r follows max_steps: the learning rate is another one from here on than in "
+                       "one run of %d updates", config["lr_scheduler_type"], config["max_steps"])  # fmt: skip
+    sizes = [_rows_and_windows(*run) for run in ((saved, state["num_processes"]), (config, num_processes))]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"a rollout must be {sizes[0][0]} completions for {sizes[0][1]} updates as in the checkpoint {path}, got "
+            f"{sizes[1][0]} for {sizes[1][1]} on {num_processes} processes; choose per_device_train_batch_size, "
+            "gradient_accumulation_steps and steps_per_generation for the same product"
+        )
+    shaping = {name: pair for name, pair in changed.items() if name not in FREE_OPTIONS | SPLIT_OPTIONS}
+    if shaping:
+        pairs = ", ".join(f"{name}: {old!r} -> {new!r}" for name, (old, new) in shaping.items())
+        raise ValueError(
+            f"options must be those of the checkpoint {path}, got changes {pairs}; drop them or start anew"
+        )
+
+
+def _rows_and_windows(config: dict[str, Any], num_processes: int) -> tuple[int, int]:
+    """Completions of a rollout over all processes, and the updates of one pass over them."""
+    steps = config["steps_per_generation"]
+    return config["per_device_train_batch_size"] * steps * num_processes, steps // config["gradient_accumulation_steps"]
 
 
 def _on_all(accelerator: Accelerator, unfinished: Path, work: Callable[[], Any], *, only_main: bool = False) -> list:
@@ -236,13 +182,13 @@ def _written(accelerator: Accelerator, folder: Path) -> dict[str, dict[str, Any]
     names = _share(accelerator, [p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()])
     for name in names:
         _flush(folder / name)
-    return {name: _file_facts(folder / name) for name in names}
+    return {name: file_facts(folder / name) for name in names}
 
 
 def _finish(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
     """Writes the state, which makes a folder a checkpoint, and gives the folder its name."""
     content = json.loads(json.dumps(state))
-    (unfinished / STATE_FILE).write_text(json.dumps({**content, "checksum": _checksum(content)}), encoding="utf-8")
+    (unfinished / STATE_FILE).write_text(json.dumps({**content, "checksum": checksum(content)}), encoding="utf-8")
     for path in (unfinished / STATE_FILE, *(p for p in unfinished.rglob("*") if p.is_dir()), unfinished):
         _flush(path)
     earlier = _put_aside(final) if final.exists() else None
@@ -253,8 +199,8 @@ def _finish(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
 
 
 def _rotate(output_dir: str, step: int, keep: int, best: int | None) -> None:
-    for old in [path for path in list_checkpoints(output_dir) if _step(path) <= step][:-keep]:
-        if _step(old) != best:
+    for old in [path for path in list_checkpoints(output_dir) if step_of(path) <= step][:-keep]:
+        if step_of(old) != best:
             shutil.rmtree(_put_aside(old))
 
 
@@ -268,63 +214,9 @@ def _remove_unfinished(output_dir: str) -> None:
         shutil.rmtree(path)
 
 
-def _finished(output_dir: str | os.PathLike) -> list[Path]:
-    found = [p for p in Path(output_dir).glob("checkpoint-*") if re.fullmatch(r"checkpoint-\d+", p.name)]
-    return sorted((p for p in found if (p / STATE_FILE).is_file()), key=_step)
-
-
-def _step(path: Path) -> float:
-    """By its name; a checkpoint that was renamed counts as later than any."""
-    match = re.fullmatch(r"checkpoint-(\d+)", path.name)
-    return int(match[1]) if match else math.inf
-
-
-def _parse_state(path: Path) -> tuple[dict[str, Any], str | None]:
-    """The state, or {} and what the file should be and is."""
-    try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
-    except ValueError:
-        return {}, "JSON, got a damaged file"
-    if not isinstance(state, dict) or not STATE_KEYS <= state.keys():
-        return {}, "the state of a run, got other content"
-    if state.pop("checksum") != _checksum(state):
-        return {}, "as it was written, got another checksum"
-    return state, None
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _file_facts(path: Path) -> dict[str, Any]:
-    with open(path, "rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
 def _share(accelerator: Accelerator, names: Iterable[str]) -> list[str]:
     """This process's part of the names: reading large files is shared out."""
     return sorted(names)[accelerator.process_index :: accelerator.num_processes]
-
-
-def _problems(path: Path, files: dict[str, dict[str, Any]]) -> list[str]:
-    """What is wrong with the files of a checkpoint, each by name."""
-    problems = []
-    for name, facts in files.items():
-        if not (path / name).is_file():
-            problems.append(f"no {name}")
-        elif (size := (path / name).stat().st_size) != facts["bytes"]:
-            problems.append(f"{name} of {size} bytes instead of {facts['bytes']}")
-        elif _file_facts(path / name) != facts:
-            problems.append(f"{name} with another checksum")
-    return problems
-
-
-def _way_back(path: Path) -> str:
-    """How to go on without the checkpoint at ``path``."""
-    for earlier in reversed(list_checkpoints(path.parent)):
-        if _step(earlier) < _step(path) and not _problems(earlier, _parse_state(earlier)[0]["files"]):
-            return f"the one before is whole: resume_from_checkpoint={str(earlier)!r}"
-    return "there is no whole one before it: start anew without resume_from_checkpoint"
 
 
 def _random_streams() -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -17,7 +18,7 @@ from grpo_moe.rewards import RewardCaller, soft_overlong_penalty
 from grpo_moe.rollout import RolloutEngine
 from grpo_moe.types import Completion, Message, Prompt, SamplingParams
 
-from .advantages import decoupled_advantages, group_advantages, reward_spread
+from .advantages import decoupled_advantages, decoupled_rewards, group_advantages, reward_spread
 from .batch import Group
 from .config import MAX_OVERSAMPLING, GRPOConfig
 from .metrics import PhaseTimer
@@ -34,6 +35,18 @@ class Rollout:
     """All groups, those dropped included: the rewards that are reported."""
     rounds: int
     """Generation rounds it took."""
+    lag: int = 0
+    """Rollouts that the policy has learned from since it began to generate this one."""
+
+
+@dataclass(frozen=True)
+class _Ahead:
+    """A rollout that was begun before the update of the one before."""
+
+    prompts: list[Prompt]
+    position: dict
+    """Of the source before these prompts."""
+    completions: Future
 
 
 class Collector:
@@ -63,23 +76,57 @@ class Collector:
         self.accelerator, self.timer = accelerator, timer
         self.faults: Counter[str] = Counter()
         """Completions that reward functions failed on, by "function/kind", until somebody clears it."""
+        self._ahead: _Ahead | None = None
+        self._thread = ThreadPoolExecutor(1) if args.rollout_lag else None
+        if args.rollout_lag and getattr(engine, "in_process", True):
+            raise ValueError(
+                f"rollout_lag must be 0 with {type(engine).__name__}, got {args.rollout_lag}: it reads the weights "
+                "that are being updated; use an engine with weights of its own, as VLLMEngine"
+            )
 
     def collect(self, source: PromptSource | PromptStream, sampling: SamplingParams) -> Rollout:
-        """Groups for one step on this process; with dynamic sampling only those with a spread of rewards.
+        """Groups for one step on this process; with dynamic sampling only those with a signal.
 
         Every process draws from the same stream of prompts, each its own whole groups, and all take part in the same
         number of rounds, so the stream's position stays equal everywhere.
         """
         wanted, kept, generated, rounds = self.args.prompts_per_rollout, [], [], 0
+        ahead, self._ahead = self._ahead, None
         while rounds < (self.args.dynamic_sampling_max_rounds if self.args.dynamic_sampling else 1):
-            count = max(gather_object([self._prompts_to_draw(wanted, len(kept), len(generated))]))
-            if count <= 0:
-                break
-            groups = self.generate_groups(self._take(source, count), sampling)
+            if ahead is not None and not rounds:
+                groups = self._groups_of(ahead)
+            else:
+                count = self._prompts_to_draw(wanted, len(kept), len(generated))
+                if count <= 0:
+                    break
+                groups = self.generate_groups(self._take(source, count), sampling)
             generated += groups
             kept += self._informative(groups)
             rounds += 1
-        return Rollout(kept[:wanted], generated, rounds)
+        return Rollout(kept[:wanted], generated, rounds, lag=int(ahead is not None))
+
+    def start_next(self, source: PromptSource | PromptStream, sampling: SamplingParams) -> None:
+        """Begins the next rollout in a thread of its own: its first round, which the next ``collect`` takes.
+
+        Only the engine works there; rewards, further rounds and collectives stay in the calling thread.
+        """
+        position = source.state_dict()
+        prompts = self._take(source, self._prompts_to_draw(self.args.prompts_per_rollout, 0, 0))
+        self._ahead = _Ahead(prompts, position, self._thread.submit(self.engine.generate, prompts, sampling))
+
+    def finish_next(self) -> None:
+        """Waits until the engine is idle, as before new weights; what went wrong is raised by ``collect``."""
+        if self._ahead is not None:
+            wait([self._ahead.completions])
+
+    def drop_next(self) -> None:
+        """Gives up a rollout that was begun."""
+        self.finish_next()
+        self._ahead = None
+
+    def position(self, source: PromptSource | PromptStream) -> dict:
+        """Where a continuation must draw prompts from: a rollout that was begun is not in a checkpoint."""
+        return source.state_dict() if self._ahead is None else self._ahead.position
 
     def generate_groups(
         self, prompts: Sequence[Prompt], sampling: SamplingParams, phases: tuple[str, str] = ("rollout", "reward")
@@ -102,33 +149,45 @@ class Collector:
         if not groups:
             return torch.zeros(0, self.args.num_generations)
         rewards, *values = torch.tensor(parts, dtype=torch.float64).unbind(1)
-        if self.args.multi_objective_aggregation == "normalize_then_sum":
-            scaled = decoupled_advantages(torch.stack(values), [*self.rewards.weights, 1.0])
+        if self._is_decoupled:
+            scaled = decoupled_advantages(torch.stack(values), self._weights)
         else:
             scaled = group_advantages(rewards, scale=self.args.scale_rewards)
         return scaled[mine : mine + len(groups)]
+
+    @property
+    def _is_decoupled(self) -> bool:
+        return self.args.multi_objective_aggregation == "normalize_then_sum"
+
+    @property
+    def _weights(self) -> list[float]:
+        """[F + 1] of the reward functions and of the shaping."""
+        return [*self.rewards.weights, 1.0]
 
     def _parts(self, group: Group) -> list[list[float]]:
         """Rewards [G], then what each function said, then the shaping."""
         return [group.rewards.tolist(), *group.values, (group.rewards - group.scores).tolist()]
 
-    def _prompts_to_draw(self, wanted, kept, generated):
-        """Prompts for the next round: those missing, and more in the measure in which groups were dropped so far."""
-        if not self.args.dynamic_sampling or kept >= wanted:
-            return wanted - kept
-        expected_share = kept / generated if generated else 1 / self.args.dynamic_sampling_oversampling
-        return math.ceil((wanted - kept) / max(expected_share, 1 / MAX_OVERSAMPLING))
+    def _groups_of(self, ahead: _Ahead) -> list[Group]:
+        with self.timer("rollout"):
+            completions = ahead.completions.result()
+        with self.timer("reward"):
+            return self._score(ahead.prompts, completions)
+
+    def _prompts_to_draw(self, wanted: int, kept: int, generated: int) -> int:
+        """Prompts of each process for the next round: those missing, and more in the measure of groups dropped."""
+        count = wanted - kept
+        if self.args.dynamic_sampling and kept < wanted:
+            expected_share = kept / generated if generated else 1 / self.args.dynamic_sampling_oversampling
+            count = math.ceil((wanted - kept) / max(expected_share, 1 / MAX_OVERSAMPLING))
+        return max(gather_object([count]))
 
     def _take(self, source, count):
         world, rank = self.accelerator.num_processes, self.accelerator.process_index
         return source.take(count * world)[rank * count : (rank + 1) * count]
 
     def _informative(self, groups):
-        groups = [g for g in groups if not g.skipped]
-        if not self.args.dynamic_sampling or not groups:
-            return groups
-        spread = reward_spread(torch.stack([g.rewards for g in groups]))
-        return [g for g, s in zip(groups, spread.tolist(), strict=True) if s > 0]
+        return [g for g in groups if not g.skipped and (g.has_signal or not self.args.dynamic_sampling)]
 
     def _score(self, prompts, completions):
         flat = [c for group in completions for c in group]
@@ -143,13 +202,24 @@ class Collector:
         self.faults.update(scored.faults)
         scores = torch.tensor(scored.rewards, dtype=torch.float64)
         rewards = scores + torch.tensor([self._overlong_penalty(c) for c in flat], dtype=torch.float64)
+        signals = self._signals(rewards, [*scored.values, (rewards - scores).tolist()], len(completions[0]))
         groups, start = [], 0
-        for prompt, group in zip(prompts, completions, strict=True):
+        for prompt, group, has_signal in zip(prompts, completions, signals, strict=True):
             rows = slice(start, start + len(group))
             values, skipped = [v[rows] for v in scored.values], any(scored.skipped[rows])
-            groups.append(Group(prompt, group, scores[rows], rewards[rows], values, skipped))
+            groups.append(Group(prompt, group, scores[rows], rewards[rows], values, skipped, has_signal))
             start += len(group)
         return groups
+
+    def _signals(self, rewards: torch.Tensor, values: list[list[float]], size: int) -> list[bool]:
+        """[P] ``Group.has_signal``, from rewards [P * G] and the parts [F + 1][P * G] that they are the sum of."""
+        if size < 2:  # of an evaluation
+            return [False] * (len(rewards) // size)
+        compared = rewards.view(-1, size)
+        if self._is_decoupled:
+            parts = torch.tensor(values, dtype=torch.float64).view(len(values), -1, size)  # [F + 1, P, G]
+            compared = decoupled_rewards(parts, self._weights)
+        return (reward_spread(compared) > 0).tolist()
 
     def _overlong_penalty(self, completion):
         cache_length = self.args.overlong_cache_length

@@ -6,17 +6,20 @@ import argparse
 import dataclasses
 import difflib
 import functools
+import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, get_args, get_type_hints
 
+import numpy as np
 import yaml
 from accelerate.utils import LoggerType
 from transformers import HfArgumentParser
 
 from grpo_moe.ops import LossConfig
+from grpo_moe.ops.loss.config import MIN_TEMPERATURE, option
 from grpo_moe.rl.advantages import resolve_scale
 
 MAX_OVERSAMPLING = 4.0  # a round of dynamic sampling draws at most this many times the prompts that are missing
@@ -31,8 +34,11 @@ SCHEDULES = (  # those of transformers.get_scheduler that need no further option
 )
 
 
-def _option(default: Any, text: str, **metadata: Any) -> Any:
-    return field(default=default, metadata={"help": text, **metadata})
+class _Derived(int):
+    """A number that follows from another option: ``dataclasses.replace`` passes it on, and it is derived anew."""
+
+    def __deepcopy__(self, memo: dict) -> int:
+        return int(self)  # of dataclasses.asdict, for files and trackers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,108 +59,123 @@ class GRPOConfig(LossConfig):
     - one ``temperature`` scales the rollout's, the old, the reference and the current log-probabilities.
 
     A step of :meth:`GRPOTrainer.step` is one rollout; ``max_steps``, ``eval_steps`` and ``save_steps`` count optimiser
-    updates, of which a rollout makes ``num_iterations * steps_per_generation / gradient_accumulation_steps``.
+    updates, of which a rollout makes ``num_iterations * steps_per_generation / gradient_accumulation_steps``. A rollout
+    is always used up: the last one may go past ``max_steps``.
+
+    Values are kept in one form: scalars of NumPy become Python's, a boolean ``scale_rewards`` the name that it stands
+    for in TRL, True as ``resume_from_checkpoint`` "latest", the JSON text of ``chat_template_kwargs`` a dict. In a copy
+    by ``dataclasses.replace``, ``steps_per_generation`` follows ``gradient_accumulation_steps`` unless it was given.
 
     Raises:
         ValueError: an option out of range, or two that do not go together; both are named.
     """
 
     # Run
-    output_dir: str = _option("runs/grpo", "Folder for checkpoints, metrics.jsonl, summary.json, curves.png, model.")
-    seed: int = _option(0, "Seed of the order of prompts and of all sampling.")
-    max_steps: int = _option(200, "Optimiser updates to make.")
-    max_train_seconds: float | None = _option(
+    output_dir: str = option("runs/grpo", "Folder for checkpoints, metrics.jsonl, summary.json, curves.png, model.")
+    seed: int = option(0, "Seed of the order of prompts and of all sampling.")
+    max_steps: int = option(
+        200, "Optimiser updates to make; all those of the last rollout are made, even beyond this number."
+    )
+    max_train_seconds: float | None = option(
         None, "Stop after the rollout that passes this many seconds of training (evaluation apart)."
     )
-    use_cpu: bool = _option(False, "Train on the CPU even where there is a GPU.")
-    bf16: bool = _option(False, "Mixed precision: bf16 forward and backward, fp32 parameters.")
-    gradient_checkpointing: bool = _option(False, "Recompute activations in backward to save memory.")
-    report_to: str | None = _option(None, "Tracker of accelerate (tensorboard, wandb, trackio, ...), or none.")
+    use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
+    bf16: bool = option(False, "Mixed precision: bf16 forward and backward, fp32 parameters.")
+    gradient_checkpointing: bool = option(False, "Recompute activations in backward to save memory.")
+    report_to: str | None = option(None, "Tracker of accelerate (tensorboard, wandb, trackio, ...), or none.")
 
     # Batch
-    per_device_train_batch_size: int = _option(8, "Completions in a micro-batch on each process.")
-    gradient_accumulation_steps: int = _option(1, "Micro-batches in an optimiser update.")
-    padding_free: bool = _option(False, "Run the sequences of a micro-batch as one row without padding.")
-    steps_per_generation: int | None = _option(
-        None, "Micro-batches in a rollout; gradient_accumulation_steps if unset."
+    per_device_train_batch_size: int = option(8, "Completions in a micro-batch on each process.")
+    gradient_accumulation_steps: int = option(1, "Micro-batches in an optimiser update.")
+    padding_free: bool = option(False, "Run the sequences of a micro-batch as one row without padding.")
+    steps_per_generation: int | None = option(None, "Micro-batches in a rollout; gradient_accumulation_steps if unset.")
+    num_generations: int = option(8, "Completions a prompt (G), at least 2.")
+    num_iterations: int = option(1, "Passes over each rollout.")
+    chat_template_kwargs: dict | str | None = option(
+        None, "Further arguments of the chat template, as JSON: '{\"enable_thinking\": false}'."
     )
-    num_generations: int = _option(8, "Completions a prompt (G), at least 2.")
-    num_iterations: int = _option(1, "Passes over each rollout.")
-    shuffle_dataset: bool = _option(
+    shuffle_dataset: bool = option(
         True, "Take the rows in a new random order each epoch (shuffle a stream by its own shuffle())."
     )
 
     # Rollout
-    max_completion_length: int = _option(256, "Longest completion in tokens; the constant of dr_grpo.")
-    top_k: int = _option(0, "Must be 0 in training: see above.")
-    top_p: float = _option(1.0, "Must be 1 in training: see above.")
-    min_p: float = _option(0.0, "Must be 0 in training: see above.")
-    dynamic_sampling: bool = _option(False, "DAPO: drop groups whose rewards are all equal and sample others.")
-    dynamic_sampling_max_rounds: int = _option(3, "Rollout rounds to fill a batch; then train on what there is.")
-    dynamic_sampling_oversampling: float = _option(
+    max_completion_length: int = option(256, "Longest completion in tokens; the constant of dr_grpo.")
+    top_k: int = option(0, "Must be 0: the loss scores tokens under the full distribution.")
+    top_p: float = option(1.0, "Must be 1, as top_k must be 0.")
+    min_p: float = option(0.0, "Must be 0, as top_k must be.")
+    dynamic_sampling: bool = option(False, "DAPO: drop groups whose rewards are all equal and sample others.")
+    dynamic_sampling_max_rounds: int = option(3, "Rollout rounds to fill a batch; then train on what there is.")
+    dynamic_sampling_oversampling: float = option(
         1.0, "Prompts of the first round over those needed; later rounds go by the share of groups kept so far."
     )
-    mask_truncated_completions: bool = _option(False, "Leave completions without EOS out of the loss.")
-    overlong_cache_length: int | None = _option(
+    rollout_lag: int = option(
+        0, "1: generate the next rollout during the update, by a policy one rollout older (engines with own weights)."
+    )
+    mask_truncated_completions: bool = option(False, "Leave completions without EOS out of the loss.")
+    overlong_cache_length: int | None = option(
         None, "DAPO's soft overlong punishment over the last this many tokens before max_completion_length."
     )
 
     # Reference
-    sync_ref_model: bool = _option(False, "Move the reference of the KL term toward the policy now and then (TR-DPO).")
-    ref_model_mixup_alpha: float = _option(0.6, "Share of the policy in the reference after a move.")
-    ref_model_sync_steps: int = _option(512, "Updates between moves.")
+    sync_ref_model: bool = option(False, "Move the reference of the KL term toward the policy now and then (TR-DPO).")
+    ref_model_mixup_alpha: float = option(0.6, "Share of the policy in the reference after a move.")
+    ref_model_sync_steps: int = option(512, "Updates between moves.")
 
     # Rewards and advantages
-    reward_on_error: str = _option("raise", "raise: a fault of a reward function ends the run; skip: drop its groups.")
-    reward_timeout: float | None = _option(None, "Seconds that one call of a reward function may take.")
-    multi_objective_aggregation: str = _option(
+    reward_on_error: str = option("raise", "raise: a fault of a reward function ends the run; skip: drop its groups.")
+    reward_timeout: float | None = option(None, "Seconds that one call of a reward function may take.")
+    multi_objective_aggregation: str = option(
         "sum_then_normalize", "Of several rewards; normalize_then_sum is GDPO: each by its own spread."
     )
-    scale_rewards: str = _option("group", "Divide advantages by the std of the group, the batch, or none.")
+    scale_rewards: str = option("group", "Divide advantages by the std of the group, the batch, or none.")
 
     # Optimiser
-    learning_rate: float = _option(1e-6, "Peak learning rate of AdamW.")
-    lr_scheduler_type: str = _option("constant_with_warmup", "Schedule, as in transformers.get_scheduler.")
-    warmup_steps: int = _option(0, "Updates over which the learning rate rises.")
-    adam_beta1: float = _option(0.9, "AdamW beta1.")
-    adam_beta2: float = _option(0.999, "AdamW beta2.")
-    adam_epsilon: float = _option(1e-8, "AdamW epsilon.")
-    weight_decay: float = _option(0.0, "AdamW weight decay.")
-    max_grad_norm: float = _option(1.0, "Clip the gradient to this norm; 0 leaves it.")
-    routing_replay: str = _option(
+    learning_rate: float = option(1e-6, "Peak learning rate of AdamW.")
+    lr_scheduler_type: str = option("constant_with_warmup", "Schedule, as in transformers.get_scheduler.")
+    warmup_steps: int = option(0, "Updates over which the learning rate rises.")
+    adam_beta1: float = option(0.9, "AdamW beta1.")
+    adam_beta2: float = option(0.999, "AdamW beta2.")
+    adam_epsilon: float = option(1e-8, "AdamW epsilon.")
+    weight_decay: float = option(0.0, "AdamW weight decay.")
+    max_grad_norm: float = option(1.0, "Clip the gradient to this norm; 0 leaves it.")
+    routing_replay: str = option(
         "none",
         "none: every update routes as it does itself; R2: as the policy did before the first update of the rollout; "
         "R3: as the rollout did.",
     )
-    freeze_router: bool = _option(False, "Leave the routers of an MoE model as they are.")
-    router_aux_loss_coef: float = _option(
+    freeze_router: bool = option(False, "Leave the routers of an MoE model as they are.")
+    router_aux_loss_coef: float = option(
         0.0, "Weight of the routers' load-balancing loss; off whatever the model says."
     )
 
     # Evaluation
-    eval_on_start: bool = _option(True, "Evaluate before training (when there is an eval_dataset).")
-    eval_steps: int | None = _option(None, "Evaluate every this many updates, besides the start and the end.")
-    num_generations_eval: int = _option(1, "Sampled completions of each evaluation prompt: pass@k up to it.")
-    eval_temperature: float = _option(1.0, "Temperature of the sampled evaluation; greedy is always reported too.")
-    pass_threshold: float = _option(1.0, "A completion passes when its total reward is at least this.")
+    eval_on_start: bool = option(True, "Evaluate before training (when there is an eval_dataset).")
+    eval_steps: int | None = option(None, "Evaluate every this many updates, besides the start and the end.")
+    num_generations_eval: int = option(1, "Sampled completions of each evaluation prompt: pass@k for k up to it.")
+    eval_temperature: float = option(1.0, "Temperature of the sampled evaluation; greedy is always reported too.")
+    pass_threshold: float = option(1.0, "A completion passes when its total reward is at least this.")
 
     # Checkpoints and logs
-    save_steps: int | None = _option(None, "Checkpoint every this many updates; unset: only when interrupted.")
-    save_total_limit: int = _option(2, "Checkpoints to keep, besides the best.")
-    metric_for_best_model: str | None = _option(
+    save_steps: int | None = option(
+        100, "Checkpoint every this many updates, and when interrupted; none: when interrupted or failed only."
+    )
+    save_total_limit: int = option(2, "Checkpoints to keep, besides the best.")
+    metric_for_best_model: str | None = option(
         None, "Evaluation metric by which the best checkpoint is kept, as eval_pass_rate or eval_pass_at_4."
     )
-    greater_is_better: bool = _option(True, "Whether the best is the largest.")
-    resume_from_checkpoint: str | None = _option(
+    greater_is_better: bool = option(True, "Whether the best is the largest.")
+    resume_from_checkpoint: str | None = option(
         None, "Folder of a checkpoint, or 'latest' (also without a value).", nargs="?", const="latest"
     )
-    log_completions: bool = _option(True, "Write the completions of each rollout as parquet.")
-    show_progress: bool = _option(True, "Show progress, curves and samples in the terminal.")
+    log_completions: bool = option(True, "Write the completions of each rollout as parquet.")
+    show_progress: bool = option(True, "Show progress, curves and samples in the terminal.")
 
     def __post_init__(self):
+        for f in dataclasses.fields(self):
+            object.__setattr__(self, f.name, _plain(f.name, getattr(self, f.name)))
         self._check_types()
-        if self.steps_per_generation is None:
-            object.__setattr__(self, "steps_per_generation", self.gradient_accumulation_steps)
+        if self.steps_per_generation is None or isinstance(self.steps_per_generation, _Derived):
+            object.__setattr__(self, "steps_per_generation", _Derived(self.gradient_accumulation_steps))
         resolve_scale(self.scale_rewards)
         for holds, name, rule, fix in (*self._own_names(), *self._own_ranges(), *self._own_combinations()):
             if not holds:
@@ -186,8 +207,9 @@ class GRPOConfig(LossConfig):
             if not fits and not (number_fits and not isinstance(value, bool)):
                 names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
                 raise ValueError(f"{name} must be {names}, got {value!r}; check its type")
-            if isinstance(value, float) and math.isnan(value):
-                raise ValueError(f"{name} must be a number, got {value!r}; leave it out for its default")
+            no_bound = name == "sampler_clip_max" and value == math.inf
+            if isinstance(value, int | float) and not (abs(value) <= sys.float_info.max or no_bound):
+                raise ValueError(f"{name} must be finite, got {value!r}; leave it out for its default")
 
     def _own_names(self):
         choices = {
@@ -239,8 +261,10 @@ class GRPOConfig(LossConfig):
         for name in ("adam_beta1", "adam_beta2"):
             yield 0 <= getattr(self, name) < 1, name, "in [0, 1)", "0.9 and 0.999 are usual"
         yield self.adam_epsilon > 0, "adam_epsilon", "positive", "1e-8 is usual"
+        fits = self.eval_temperature == 0 or self.eval_temperature >= MIN_TEMPERATURE
+        yield fits, "eval_temperature", f"0 or at least {MIN_TEMPERATURE}", "0 is greedy"
+        yield self.output_dir != "", "output_dir", "a folder", "runs/grpo is its default"
         yield self.seed < 2**31, "seed", "below 2**31", "choose a smaller one"
-        yield math.isfinite(self.learning_rate), "learning_rate", "finite", "1e-6 is usual"
         rule = f"in 1..{MAX_OVERSAMPLING:g}"
         fits = 1 <= self.dynamic_sampling_oversampling <= MAX_OVERSAMPLING
         yield fits, "dynamic_sampling_oversampling", rule, "1 draws as many prompts as are needed"
@@ -269,6 +293,12 @@ class GRPOConfig(LossConfig):
             rule,
             "there is no earlier policy: raise num_iterations or steps_per_generation",
         )
+        yield self.rollout_lag in (0, 1), "rollout_lag", "0 or 1", "one rollout ahead is as far as it goes"
+        corrected = self.rollout_lag == 0 or self.sampler_correction != "none"
+        yield corrected, "rollout_lag", "0 without sampler_correction", "rollouts of an older policy need it: set one"
+        best = self.metric_for_best_model
+        rule = "a metric of evaluation, as eval_pass_rate"
+        yield best is None or best.startswith("eval_"), "metric_for_best_model", rule, "check the spelling"
         synced = not self.sync_ref_model or self.beta > 0
         yield synced, "sync_ref_model", "False without beta", "there is no reference: set beta"
         fits = self.multi_objective_aggregation == "sum_then_normalize" or resolve_scale(self.scale_rewards) == "group"
@@ -277,6 +307,33 @@ class GRPOConfig(LossConfig):
         in_range = cache is None or 1 <= cache <= self.max_completion_length
         rule = f"in 1..max_completion_length = {self.max_completion_length}"
         yield in_range, "overlong_cache_length", rule, "leave it out for no punishment"
+
+
+def _plain(name: str, value: Any) -> Any:
+    """A value as Python has it, in the one form of its option that the rest of the library knows."""
+    if isinstance(value, np.generic):
+        value = value.item()
+    if name == "scale_rewards":
+        value = {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+        return resolve_scale(value) if isinstance(value, bool) else value
+    if name == "resume_from_checkpoint" and isinstance(value, bool):
+        return "latest" if value else None
+    if name == "chat_template_kwargs" and value is not None:
+        return _template_kwargs(value)
+    return value
+
+
+def _template_kwargs(value: Any) -> dict[str, Any]:
+    try:
+        read = json.loads(value) if isinstance(value, str) else value
+    except ValueError:
+        read = None
+    if not isinstance(read, dict) or not all(isinstance(key, str) for key in read):
+        raise ValueError(
+            f"chat_template_kwargs must be a dict of arguments by name, or its JSON text, got {value!r}; for example "
+            '{"enable_thinking": false}'
+        )
+    return dict(read)
 
 
 TRL_OPTIONS = {
@@ -337,7 +394,7 @@ def parse_args(
         One instance a class, in order.
 
     Raises:
-        ValueError: the YAML file names an option that no class has, or a value breaks a class's rules.
+        ValueError: the file is no YAML or names an option that no class has, or a value breaks a class's rules.
         SystemExit: an unknown flag or a value of the wrong type; argparse prints which.
     """
     file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
@@ -360,11 +417,15 @@ def _read_yaml(path: str | None) -> dict[str, Any]:
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file) or {}
-    except (OSError, yaml.YAMLError) as error:
-        raise ValueError(f"--config must be a YAML file, got {path}: {error}") from error
-    if not isinstance(content, dict):
+            content = yaml.safe_load(file)
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
+        reason = " ".join(str(error).split())  # YAML's takes several lines
+        raise ValueError(f"--config must be a YAML file, got {path}: {reason}") from error
+    if content is None:  # an empty file
+        return {}
+    wrong = [type(content)] if not isinstance(content, dict) else [type(k) for k in content if not isinstance(k, str)]
+    if wrong:
         raise ValueError(
-            f"--config must be a YAML file of 'option: value' lines, got {type(content).__name__} in {path}"
+            f"--config must be a YAML file of 'option: value' lines, got {wrong[0].__name__} in {path}; see --help"
         )
     return content

@@ -15,7 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from grpo_moe.rl.report import describe_phases, encodable
+from grpo_moe.rl.report import describe_phases
+from grpo_moe.rl.text import encodable, steers_or_hides
 
 Sample = tuple[Any, Any, float]  # prompt, completion (text or chat messages), reward
 
@@ -197,11 +198,8 @@ class _Pace:
         return _duration(pace * max(0, self.total_steps - self._last[0]))
 
 
-# A whole CSI or OSC sequence, or one control, format (bidi, zero width) or line separator character.
-_CONTROL = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"
-    r"|[\x00-\x1f\x7f-\x9f\u00ad\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb]"
-)
+# A whole CSI or OSC sequence; without its first character the rest would be left over as text.
+_SEQUENCE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)")
 
 
 def clean(text: Any, limit: int = _TEXT_LIMIT) -> str:
@@ -213,7 +211,7 @@ def clean(text: Any, limit: int = _TEXT_LIMIT) -> str:
     if len(text) > 8 * limit:  # a bound on the work, before the cut that counts
         text = text[: 4 * limit] + "..." + text[-4 * limit :]
     text = text.replace("\n", r"\n").replace("\t", r"\t")
-    text = encodable(_CONTROL.sub("", text))
+    text = encodable("".join(c for c in _SEQUENCE.sub("", text) if not steers_or_hides(c)))
     if len(text) <= limit:
         return text
     tail = limit // 3

@@ -9,14 +9,12 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
-import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, gather_object
 
 from grpo_moe.rewards.answer import final_answer
 from grpo_moe.types import Prompt, SamplingParams
 
-from .advantages import reward_spread
 from .batch import Group
 from .collect import Collector
 
@@ -35,6 +33,7 @@ class _Outcome:
     """[n] final answers."""
     score: float
     """Sum over the completions that were scored."""
+    num_scored: int
     values: list[list[float]]
     """[F][n] of each reward function; NaN where it did not score."""
     num_tokens: int
@@ -55,10 +54,10 @@ def evaluate(
     Metrics, over sampled completions unless greedy is said:
 
     - ``eval_pass_rate``: share that passes, which is pass@1 without bias; ``eval_greedy_pass_rate``;
-    - ``eval_pass_at_<k>`` for n > 1 and k = 1, 2, 4, ... up to n: :func:`pass_at_k`, mean over the prompts;
+    - ``eval_pass_at_<k>`` for n > 1 and k = 1, 2, 4, ... below n, and n: :func:`pass_at_k`, mean over the prompts;
     - ``eval_majority_at_<n>`` for n > 1: :func:`majority_pass`, mean over the prompts;
-    - ``eval_reward``: mean score, 0 where none scored; ``eval_rewards/<name>``: mean of one reward function over the
-      completions that it scored, absent where it scored none;
+    - ``eval_reward``: mean score of the completions that were scored, as ``reward`` in training; 0 where none was;
+      ``eval_rewards/<name>``: mean of one reward function over those that it scored, absent where it scored none;
     - ``eval_mean_length`` in tokens; ``eval_clipped_ratio``: share that ended without EOS;
     - ``eval_<name>`` of ``compute_metrics``.
 
@@ -128,6 +127,7 @@ def _outcome(sampled: Group, greedy: Group, threshold: float, answer_of: Callabl
         greedy_pass=bool(greedy.scores[0] >= threshold),
         answers=[answer_of(c.text) for c in sampled.completions],
         score=float(sampled.scores.nansum()),
+        num_scored=int((~sampled.scores.isnan()).sum()),
         values=sampled.values,
         num_tokens=sum(len(c.token_ids) for c in sampled.completions),
         num_truncated=sum(c.finish_reason == "length" for c in sampled.completions),
@@ -146,7 +146,7 @@ def _metrics(outcomes: Sequence[_Outcome], names: Sequence[str]) -> dict[str, fl
     metrics = {
         "eval_pass_rate": sum(sum(o.passes) for o in outcomes) / num_completions,
         "eval_greedy_pass_rate": sum(o.greedy_pass for o in outcomes) / len(outcomes),
-        "eval_reward": sum(o.score for o in outcomes) / num_completions,
+        "eval_reward": sum(o.score for o in outcomes) / max(sum(o.num_scored for o in outcomes), 1),
         "eval_mean_length": sum(o.num_tokens for o in outcomes) / num_completions,
         "eval_clipped_ratio": sum(o.num_truncated for o in outcomes) / num_completions,
     }
@@ -155,7 +155,7 @@ def _metrics(outcomes: Sequence[_Outcome], names: Sequence[str]) -> dict[str, fl
         if scored:
             metrics[f"eval_rewards/{name}"] = sum(scored) / len(scored)
     if n > 1:
-        for k in (2**i for i in range(n.bit_length())):
+        for k in (*(2**i for i in range((n - 1).bit_length())), n):
             metrics[f"eval_pass_at_{k}"] = sum(pass_at_k(n, sum(o.passes), k) for o in outcomes) / len(outcomes)
         metrics[f"eval_majority_at_{n}"] = sum(majority_pass(o.answers, o.passes) for o in outcomes) / len(outcomes)
     return metrics
@@ -190,35 +190,3 @@ def _checked(returned: Any, known: Mapping[str, float]) -> dict[str, float]:
             raise TypeError(f"{value!r} instead of a number for {name!r}")
         metrics[full_name] = float(value)
     return metrics
-
-
-def rollout_metrics(groups: list[Group], names: Sequence[str], threshold: float) -> dict[str, tuple[float, float]]:
-    """(mean, weight) of each metric of the groups that a process generated.
-
-    Args:
-        groups: all groups, those that dynamic sampling dropped included.
-        names: of the reward functions, in the order of ``Group.values``.
-        threshold: a completion passes when its score is at least this.
-    """
-    if not groups:
-        return {}
-    scores = torch.stack([g.scores for g in groups])  # [P, G]
-    rewards = torch.stack([g.rewards for g in groups])
-    completions = [c for g in groups for c in g.completions]
-    lengths = torch.tensor([len(c.token_ids) for c in completions], dtype=torch.float64)
-    truncated = torch.tensor([c.finish_reason == "length" for c in completions], dtype=torch.float64)
-    means = {
-        "reward": rewards.nanmean(),
-        "reward_std": torch.stack([_sample_std(row[~row.isnan()]) for row in rewards]).mean(),
-        "frac_reward_zero_std": (reward_spread(rewards) == 0).double().mean(),
-        "pass_rate": (scores >= threshold).double().mean(),
-        "completions/mean_length": lengths.mean(),
-        "completions/clipped_ratio": truncated.mean(),
-    }
-    for number, name in enumerate(names):
-        means[f"rewards/{name}"] = torch.tensor([g.values[number] for g in groups]).nanmean()
-    return {name: (float(value), float(len(completions))) for name, value in means.items()}
-
-
-def _sample_std(values: torch.Tensor) -> torch.Tensor:
-    return values.std() if len(values) > 1 else values.new_zeros(())

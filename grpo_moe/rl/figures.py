@@ -15,16 +15,21 @@ from .report import Panel, draw_panel, finish, series
 
 WATERFALL = {
     "groups": "generated",
+    "skipped": "of groups that a reward function failed on",
     "zero_spread": "of groups without a spread of rewards",
     "unused": "of groups beyond those needed",
     "truncated": "of truncated completions",
+    "unscored": "of completions without a reward",
+    "no_advantage": "of completions neither better nor worse than their group",
+    "not_finite": "without a finite log-probability",
     "sampler_masked": "masked by the sampler correction",
-    "clipped": "clipped",
     "off_policy_masked": "masked as off-policy",
     "entropy_masked": "masked by their entropy",
+    "clipped": "clipped, without gradient",
     "tokens_with_gradient": "with gradient",
 }
-"""Names under ``waterfall/`` in order, in completion tokens of a rollout, and what they are to a reader."""
+"""Names under ``waterfall/`` in order, in completion tokens of a rollout, and what they are to a reader. The first
+is the sum of all others: a token counts under the first that holds."""
 
 _KL = Panel(
     "KL (nats)",

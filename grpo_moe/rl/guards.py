@@ -7,7 +7,6 @@ from contextlib import contextmanager
 
 import torch
 
-from .advantages import reward_spread
 from .batch import Group
 from .config import GRPOConfig
 
@@ -28,7 +27,7 @@ def rollout_warnings(groups: Sequence[Group], args: GRPOConfig) -> list[str]:
         found.append("no reward function scored any completion: check what they return")
     elif bool((scores.nan_to_num(0) == 0).all()):
         found.append("every reward is 0: check the reward functions on a completion that should pass")
-    elif bool((reward_spread(torch.stack([group.rewards for group in groups])) == 0).all()):
+    elif not any(group.has_signal for group in groups):
         found.append("all completions of each prompt have the same reward: there is nothing to learn from yet")
     return found
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import base64
 import html
+import itertools
 import json
 import math
 import os
-import unicodedata
+import reprlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 import numpy as np
 
 from .figures import WATERFALL, draw_experts, draw_load, draw_signal, waterfall
-from .metrics import atomic_path, read_metrics
-from .report import LOAD_FILE, METRICS_FILE, encodable, plot_curves, series
+from .metrics import atomic_path, is_number, read_metrics
+from .report import LOAD_FILE, METRICS_FILE, plot_curves, series
+from .text import encodable, steers_or_hides
 
 _SAMPLED_FILES, _ROWS_A_FILE, _TEXT_LIMIT = 3, 4, 4000
 _STYLE = """
@@ -46,25 +48,42 @@ def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = No
         out: file to write; report.html in the folder of the run by default.
 
     Raises:
-        ValueError: no folder, no metrics in it, or a damaged file; named.
+        ValueError: no folder, no metrics in it, or a damaged file, named with its line; ``out`` cannot be written.
     """
     run = Path(run)
-    metrics = read_metrics(run / METRICS_FILE)
+    metrics = _read_numbers(run / METRICS_FILE)
     if not any(row.get("step") is not None for row in metrics):
         raise ValueError(
             f"run must be a folder with metrics.jsonl of at least one step, got {run}; give the output_dir of a run"
         )
-    summary = _read_summary(run / "summary.json")
+    summary, load = _read_summary(run / "summary.json"), _read_load(run / LOAD_FILE)
     out = Path(out) if out is not None else run / "report.html"
-    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():
+        raise ValueError(f"out must be a file, got the folder {out}; name a file in it")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        page = _page(run, metrics, summary, _draw(metrics, load, out))
+        with atomic_path(out) as temporary:
+            temporary.write_text(page, encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror or error
+        raise ValueError(f"out must be a file that can be written, got {out}: {reason}; choose another one") from error
+    return out
+
+
+def _draw(metrics: list[dict], load: list[dict], out: Path) -> dict[str, str]:
+    """Each picture beside ``out`` as HTML by its name, empty where there was nothing to draw."""
     plot_curves(metrics, out.with_name("curves.png"))
     pictures = {  # name: label, whether there was anything to draw
         "curves.png": ("Curves", True),
         "signal.png": ("Tokens with a signal, and KL", draw_signal(metrics, out)),
         "experts.png": ("Experts", draw_experts(metrics, out)),
-        "expert_load.png": ("Load of each expert", draw_load(read_metrics(run / LOAD_FILE), out)),
+        "expert_load.png": ("Load of each expert", draw_load(load, out)),
     }
-    shown = {n: _picture(out.with_name(n), label) if drawn else "" for n, (label, drawn) in pictures.items()}
+    return {n: _picture(out.with_name(n), label) if drawn else "" for n, (label, drawn) in pictures.items()}
+
+
+def _page(run: Path, metrics: list[dict], summary: dict[str, Any], shown: dict[str, str]) -> str:
     sections = [
         _headline(metrics, summary),
         _section("Curves", shown["curves.png"]),
@@ -74,21 +93,19 @@ def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = No
         _section("Options and versions", _options(summary)),
     ]
     title = f"{run.resolve().name}: grpo_moe run"
-    page = (
+    return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{visible(title)}</title>'
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         f'<meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>\n'
         f"<body><h1>{visible(title)}</h1>\n{''.join(sections)}</body></html>\n"
     )
-    with atomic_path(out) as temporary:
-        temporary.write_text(page, encoding="utf-8")
-    return out
 
 
 def visible(text: Any) -> str:
-    r"""``str(text)`` as HTML: escaped, and every character that steers or hides (controls, bidi, zero width) named.
+    r"""``str(text)`` as HTML: escaped, and every character that steers or hides (controls, bidi, invisible) named.
 
-    Newlines stay; the other controls become their pictures (␛), the rest \uXXXX. Of a long text the ends stay.
+    Newlines stay; the other controls become their pictures (␛), the rest \uXXXX or \UXXXXXXXX. Of a long text the
+    ends stay.
     """
     text = encodable(str(text))
     if len(text) > _TEXT_LIMIT:
@@ -99,19 +116,56 @@ def visible(text: Any) -> str:
 
 def _visible_character(character: str) -> str:
     code = ord(character)
-    if character == "\n" or unicodedata.category(character) not in ("Cc", "Cf", "Co", "Zl", "Zp"):
+    if character == "\n" or not steers_or_hides(character):
         return html.escape(character)
-    shown = chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else f"\\u{code:04x}"
+    escaped = f"\\u{code:04x}" if code <= 0xFFFF else f"\\U{code:08x}"
+    shown = chr(0x2400 + code) if code < 0x20 else "␡" if code == 0x7F else escaped
     return f'<b class="c">{shown}</b>'
+
+
+def _read_numbers(path: Path) -> list[dict[str, Any]]:
+    rows = read_metrics(path)
+    for number, row in enumerate(rows, start=1):
+        for key, value in row.items():
+            if not (value is None or isinstance(value, float) or is_number(value)):
+                got = f"{reprlib.repr(value)} for {key!r} in line {number}"
+                raise ValueError(f"{path} must hold numbers, got {got}; mend or remove the line")
+    return rows
+
+
+def _read_load(path: Path) -> list[dict[str, Any]]:
+    lines = read_metrics(path)
+    shapes = [_load_shape(line.get("load")) for line in lines]
+    for number, (line, shape) in enumerate(zip(lines, shapes, strict=True), start=1):
+        if shape is None or shape != shapes[0]:
+            got = f"{reprlib.repr(line.get('load'))} in line {number}"
+            raise ValueError(
+                f"{path} must hold under load the tokens of each expert by layer, of the same experts in every line, "
+                f"got {got}; remove the file to go without"
+            )
+    return lines
+
+
+def _load_shape(load: Any) -> tuple[list[str], int] | None:
+    """The layers and the number of experts of each; None where it is something else."""
+    if not isinstance(load, dict) or not all(isinstance(tokens, list) for tokens in load.values()):
+        return None
+    sizes = {len(tokens) for tokens in load.values()}
+    fits = len(sizes) == 1 and 0 not in sizes and all(map(is_number, itertools.chain(*load.values())))
+    return (list(load), sizes.pop()) if fits else None
 
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
         summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be JSON, got a damaged file: {error}; remove it to go without") from error
     if not isinstance(summary, dict):
         raise ValueError(f"{path} must be the summary of a run, got {type(summary).__name__}; remove it to go without")
+    for name in ("eval_before", "eval_after"):
+        if not isinstance(summary.get(name) or {}, dict):
+            got = f"{name}: {reprlib.repr(summary[name])}"
+            raise ValueError(f"{path} must hold metrics by name, got {got}; remove the file to go without")
     return summary
 
 
@@ -193,7 +247,7 @@ def _samples_of(path: Path) -> str:
         rows = pyarrow.parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError) as error:
         return f'<p class="warn">{visible(path.name)} cannot be read: {visible(error)}</p>\n'
-    rows = sorted(rows, key=lambda row: math.inf if row.get("reward") is None else -row["reward"])
+    rows = sorted(rows, key=lambda row: -row["reward"] if is_number(row.get("reward")) else math.inf)
     places = np.unique(np.linspace(0, len(rows) - 1, min(_ROWS_A_FILE, len(rows))).round().astype(int))
     return "".join(_sample(rows[place]) for place in places)
 

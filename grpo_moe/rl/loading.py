@@ -184,14 +184,19 @@ class TaskData:
                 f"max_completion_length must leave room for a prompt in the context of {context}, "
                 f"got {args.max_completion_length}; lower it"
             )
-        shared = {"max_prompt_tokens": room}
+        shared = {"max_prompt_tokens": room, "chat_template_kwargs": args.chat_template_kwargs}
         self.source = prompt_source(train_dataset, tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, **shared)
         self.eval_prompts = []
         sources = [self.source]
         if eval_dataset is not None:
             sources.append(prompt_source(eval_dataset, tokenizer, seed=0, shuffle=False, **shared))
             self.eval_prompts = sources[-1].all()
-        for source in sources:
-            prompts = source.first(2)
+        firsts = [source.first(2) for source in sources]
+        if args.chat_template_kwargs and all(isinstance(prompts[0].raw, str) for prompts in firsts):
+            raise ValueError(
+                f"chat_template_kwargs must be left out with prompts of text, got {args.chat_template_kwargs}; only "
+                "lists of chat messages go through the chat template"
+            )
+        for prompts in firsts:
             columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
             rewards.check([p.raw for p in prompts], {**columns, "completion_ids": [[] for _ in prompts]})

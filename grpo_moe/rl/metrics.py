@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -196,7 +197,7 @@ class MetricsWriter:
         """Continues the file at `path` if there is one, less a last line torn by a crash.
 
         Raises:
-            ValueError: another line of it is not JSON.
+            ValueError: as :func:`read_metrics`.
         """
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -211,11 +212,11 @@ class MetricsWriter:
         """Drops the lines whose "step" is greater, for a run that goes on from `step`. -1 drops all that have one.
 
         Raises:
-            ValueError: a line other than the last is not JSON.
+            ValueError: as :func:`read_metrics`.
         """
         if not self.path.exists():
             return
-        kept = [line for line in read_metrics(self.path) if line.get("step", -math.inf) <= step]
+        kept = [line for line in read_metrics(self.path) if line.get("step") is None or line["step"] <= step]
         with atomic_path(self.path) as temporary:
             temporary.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
 
@@ -224,17 +225,36 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads a JSON-lines file without a last line torn by a crash; [] where there is no file.
 
     Raises:
-        ValueError: a line other than the last is not JSON.
+        ValueError: it cannot be read, a line other than the last is not JSON, or one is no object or has a step that is
+            no number; file and line are named.
     """
-    lines = Path(path).read_bytes().splitlines() if os.path.exists(path) else []
+    try:
+        lines = Path(path).read_bytes().splitlines() if os.path.exists(path) else []
+    except OSError as error:
+        raise ValueError(f"{path} must be a file that can be read, got {error.strerror}; move it away") from error
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
-            rows.append(json.loads(line))
+            row = json.loads(line)
         except ValueError as error:
             if number < len(lines):
-                raise ValueError(f"{path} must hold JSON lines, got {line[:80]!r} in line {number}") from error
+                raise _faulty_line(path, "JSON lines", line, number) from error
+            continue
+        if not isinstance(row, dict):
+            raise _faulty_line(path, "JSON objects", line, number)
+        if row.get("step") is not None and not is_number(row["step"]):
+            raise _faulty_line(path, "numbers for step", line, number)
+        rows.append(row)
     return rows
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number that a float can hold."""
+    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
+
+
+def _faulty_line(path: str | os.PathLike, wanted: str, line: bytes, number: int) -> ValueError:
+    return ValueError(f"{path} must hold {wanted}, got {line[:80]!r} in line {number}; mend or remove the line")
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:

@@ -19,12 +19,12 @@ from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding
 from grpo_moe.rollout.base import checkpointed_modules
 from grpo_moe.types import RolloutBatch
 
-from .batch import batch_logps, micro_batches, select
+from .batch import batch_logps, select
 from .config import GRPOConfig
 from .loading import disable_dropout, reference_model, without_adapters
 from .routing import PolicyRouting, close_routing
 from .sharding import shard_frozen
-from .windows import padded
+from .windows import micro_batches, padded
 
 
 class Policy:
@@ -146,7 +146,10 @@ class Policy:
 
     def _optimizers(self, given: tuple) -> tuple[torch.optim.Optimizer, Any]:
         """The optimiser and schedule given, or AdamW and the schedule of the options for what is None."""
-        args, (optimizer, scheduler) = self.args, given
+        args = self.args
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            raise ValueError(f"optimizers must be an optimiser and a schedule, each may be None, got {given!r}")
+        optimizer, scheduler = given
         if optimizer is None:
             optimizer = torch.optim.AdamW(
                 self.trainable,
@@ -155,9 +158,25 @@ class Policy:
                 eps=args.adam_epsilon,
                 weight_decay=args.weight_decay,
             )
+        self._check_optimizer(optimizer)
         if scheduler is None:
             scheduler = get_scheduler(args.lr_scheduler_type, optimizer, args.warmup_steps, args.max_steps)
+        if getattr(scheduler, "optimizer", None) is not optimizer:
+            raise ValueError(
+                f"optimizers must hold a schedule of their own optimiser, got {scheduler!r} of another one; pass both"
+            )
         return optimizer, scheduler
+
+    def _check_optimizer(self, optimizer: Any) -> None:
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError(f"optimizers must hold a torch.optim.Optimizer or None first, got {optimizer!r}")
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
+        if left:
+            raise ValueError(
+                f"optimizers must hold every parameter that requires a gradient, got none of {', '.join(left[:4])} "
+                f"({len(left)} in all); build it from this model's parameters, or freeze these"
+            )
 
     def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
         """All rows in micro-batches, as many on every process."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
+import os
+
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -17,23 +20,37 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
     Raises:
         RuntimeError: a state made before knows of other processes.
-        ValueError: FSDP as it was launched is not supported.
+        ValueError: FSDP as it was launched is not supported, another precision than before, a missing tracker.
     """
     mixed_precision = "bf16" if args.bf16 else None  # None: as accelerate was launched
-    plugin = sharding_plugin(mixed_precision)
-    accelerator = Accelerator(
-        mixed_precision=mixed_precision,
-        cpu=runs_on_cpu(args.use_cpu),
-        fsdp_plugin=plugin,
-        log_with=args.report_to if args.report_to != "none" else None,
-        project_dir=args.output_dir,
-    )
+    on_cpu, plugin = runs_on_cpu(args.use_cpu), sharding_plugin(mixed_precision)
+    if on_cpu and plugin is not None:
+        shard_on_cpus(plugin)
+    try:
+        accelerator = Accelerator(
+            mixed_precision=mixed_precision,
+            cpu=on_cpu,
+            fsdp_plugin=plugin,
+            log_with=args.report_to if args.report_to != "none" else None,
+            project_dir=args.output_dir,
+        )
+    except ValueError as error:
+        if "already been initialized" not in str(error):
+            raise
+        raise ValueError(f"bf16 and use_cpu must be those of the first trainer of this process: {error}") from error
+    wanted = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if accelerator.mixed_precision != wanted:
+        raise ValueError(
+            f"bf16 must be that of the first trainer of this process, whose precision is "
+            f"{accelerator.mixed_precision!r}, got {args.bf16}; start another process"
+        )
+    if args.report_to not in (None, "none") and not accelerator.log_with:
+        raise ValueError(f"report_to must be a tracker that is installed, got {args.report_to!r}; install it")
     if world_size() != accelerator.num_processes:
         raise RuntimeError(
             f"num_processes must be {world_size()} as launched, got {accelerator.num_processes}; make no accelerate "
             "state before the trainer, or one with runs_on_cpu()"
         )
-    shard_on_cpus(accelerator, plugin)
     accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
     return accelerator
 
@@ -50,3 +67,11 @@ def check_ranks_agree(model: torch.nn.Module) -> None:
     sums = gather_object([[float(p.double().sum()) for p in whole]])
     if any(other != sums[0] for other in sums):
         raise RuntimeError("parameters must be equal on all processes after training, got different sums; report this")
+
+
+def end_trackers(accelerator: Accelerator) -> None:
+    """Closes the trackers. accelerate's own ``end_training`` would also end the process group, which saving needs."""
+    for tracker in accelerator.trackers:
+        tracker.finish()
+    accelerator.wait_for_everyone()
+    atexit.register(accelerator.state.destroy_process_group)

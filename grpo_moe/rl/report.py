@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from grpo_moe.rl.metrics import atomic_path, strict_json, to_plain
+from grpo_moe.rl.text import encodable
 
 METRICS_FILE = "metrics.jsonl"
 """Of a run folder: one line a rollout and one an evaluation."""
@@ -81,11 +82,6 @@ def plot_curves(metrics: list[dict[str, Any]], path: str | os.PathLike) -> None:
     finish(axes[len(_PANELS)], "Seconds by phase", drawn=_draw_phases(axes[len(_PANELS)], metrics))
     with atomic_path(path) as temporary:
         figure.savefig(temporary, format="png", dpi=110)
-
-
-def encodable(text: str, encoding: str = "utf-8") -> str:
-    r"""`text` with what `encoding` cannot hold written as \uXXXX: lone surrogates, and more where it is not UTF-8."""
-    return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
@@ -41,11 +41,10 @@ def sharding_plugin(mixed_precision: str | None) -> FullyShardedDataParallelPlug
     return plugin
 
 
-def shard_on_cpus(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None) -> None:
-    """FSDP2 for a group of processes without accelerators, which accelerate 1.15 would leave at DDP without a word."""
-    if plugin is not None and accelerator.distributed_type == DistributedType.MULTI_CPU:
-        accelerator.state.distributed_type = DistributedType.FSDP
-        accelerator.state.fsdp_plugin = plugin
+def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
+    """FSDP2 for processes without accelerators, which accelerate 1.15 would leave at DDP; before the Accelerator."""
+    if PartialState(cpu=True).distributed_type == DistributedType.MULTI_CPU:
+        PartialState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
 
 
 def shard_frozen(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from grpo_moe.types import RolloutBatch, SamplingParams
 from .batch import Group, batch_loss, collate, select
 from .callbacks import Callbacks
 from .capsule import keep_update
-from .checkpoint import check_run_folder, find_checkpoint, load_checkpoint, run_settings, save_checkpoint, start_run
 from .collect import Collector
 from .config import GRPOConfig
 from .doctor import DOCTOR_VARIABLE, Check, doctor, run_doctor
@@ -33,8 +31,10 @@ from .interrupt import InterruptGuard
 from .loading import TaskData, check_vocabulary, load_policy, load_tokenizer
 from .metrics import Metrics, PhaseTimer
 from .policy import Policy
-from .processes import agree, check_ranks_agree, make_accelerator
+from .processes import agree, check_ranks_agree, end_trackers, make_accelerator
 from .record import RunRecord
+from .resume import resume_run, save_run, saving_on_error
+from .run_folder import check_run_folder
 from .sharding import whole_parameters, whole_state
 from .state import TrainerState
 from .waterfall import add_loss_stats
@@ -82,6 +82,10 @@ class GRPOTrainer:
         self.compute_metrics = compute_metrics
         if not isinstance(args, GRPOConfig):
             raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
+        if compute_metrics is not None and not callable(compute_metrics):
+            raise ValueError(f"compute_metrics must be a function of groups, got {compute_metrics!r}; pass a function")
+        if eval_dataset is None and args.eval_steps:
+            raise ValueError(f"eval_dataset must be given with eval_steps={args.eval_steps}, got None; leave that out")
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
         on_error, timeout = args.reward_on_error, args.reward_timeout
         self.rewards = RewardCaller(reward_funcs, reward_weights, on_error=on_error, timeout=timeout)
@@ -115,42 +119,47 @@ class GRPOTrainer:
         """
         if os.environ.get(DOCTOR_VARIABLE):
             raise SystemExit(run_doctor(self))
-        self._resume(resume_from_checkpoint or self.args.resume_from_checkpoint)
+        resume_run(self, resume_from_checkpoint or self.args.resume_from_checkpoint)
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
         display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
         with display, InterruptGuard() as guard, out_of_memory_explained(self.args):
-            self.callbacks("train_begin", self.state.step)
+            self.callbacks("train_begin", self.state)
             if self.args.eval_on_start and "before" not in self.state.evaluations:
-                self.state.evaluations["before"] = self.evaluate()
+                self.state.evaluations["before"] = self._evaluate()
             (done,) = agree(self.state.is_done(self.args))
             while not done:
                 before = self.state.step
                 metrics = self.step()
-                self._log_step(metrics)
-                self.state.check_rewards(metrics)
-                asked = self.callbacks("step_end", self.state.step, metrics=metrics)
-                ended = self.state.is_done(self.args) or asked.should_training_stop
-                interrupted, done = agree(guard.requested, ended)
-                evaluates = asked.should_evaluate or self.state.crossed(self.args.eval_steps, before)
-                evaluated = self.evaluate() if evaluates and not (done or interrupted) else {}
-                is_best = self.state.is_best(evaluated, self.args)
-                saves = asked.should_save or self.state.crossed(self.args.save_steps, before)
-                if interrupted or is_best or saves:
+                with saving_on_error(self):
+                    self._log_step(metrics)
+                    self.state.check_rewards(metrics)
+                    asked = self.callbacks("step_end", self.state, metrics=metrics)
+                    interrupted, ended = agree(guard.requested, self.state.is_done(self.args))
+                    evaluates = asked.should_evaluate or self.state.crossed(self.args.eval_steps, before)
+                    saves = interrupted or asked.should_save or self.state.crossed(self.args.save_steps, before)
+                    if evaluates and not (ended or interrupted):
+                        self._evaluate()
+                if saves:
                     path = self.save_checkpoint()
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
+                (done,) = agree(ended or asked.should_training_stop)
             check_ranks_agree(self.policy)
             self.save_model()
-            self.state.evaluations["after"] = self.evaluate()
-            self.callbacks("train_end", self.state.step)
-        self.accelerator.end_training()
+            self.state.evaluations["after"] = self._evaluate()
+            self.callbacks("train_end", self.state)
+        end_trackers(self.accelerator)
         return self.record.summary(self.state, dict(self.timer.totals), self.policy.num_parameters())
 
     def step(self) -> dict[str, float]:
         """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
         started = time.perf_counter()
         metrics = Metrics()
-        rollout = self.collector.collect(self.source, self.sampling)
+        with saving_on_error(self):
+            rollout = self.collector.collect(self.source, self.sampling)
+            next_step = self.state.step + self.args.updates_per_rollout
+            if self.args.rollout_lag and next_step < self.args.max_steps:
+                self.collector.start_next(self.source, self._sampling(next_step))
         advantages = self.collector.advantages(rollout.kept)  # [P, G]
         batch = collate(
             rollout.kept,
@@ -173,6 +182,7 @@ class GRPOTrainer:
                             loss = self.loss(select(batch, rows), window, metrics)
                             self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
                     self.optimizer_step(batch, window, metrics)
+        self.collector.finish_next()
         self.collector.engine.sync_weights(self.policy)
         if not self.state.rollouts:
             for warning in rollout_warnings(rollout.generated, self.args):
@@ -183,7 +193,9 @@ class GRPOTrainer:
         for fault, rows in self.collector.faults.items():
             metrics.add_sum(f"reward_faults/{fault}", rows)
         self.collector.faults.clear()
-        return self.record.step_metrics(self.state.step, metrics, rollout, self.routing, self.timer)
+        return self.record.step_metrics(
+            self.state.step, metrics, rollout, self.routing, self.timer, advantages=advantages
+        )
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:
         """Adds log-probabilities by the policy before its update (unless there is just one) and by the reference."""
@@ -191,8 +203,8 @@ class GRPOTrainer:
 
     def minibatches(self, batch: RolloutBatch, num_rows: int) -> list[Window]:
         """The first ``num_rows`` rows dealt into optimiser windows; see :func:`deal_windows`."""
-        counts = self.routing.window_counts
-        return deal_windows(batch, num_rows, self.args, self.accelerator, seed=self._draw_seed(), routing_counts=counts)
+        seed, counts = self._draw_seed(self.state.step), self.routing.window_counts
+        return deal_windows(batch, num_rows, self.args, self.accelerator, seed=seed, routing_counts=counts)
 
     def loss(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> torch.Tensor:
         """This micro-batch's share of the window's loss."""
@@ -252,7 +264,7 @@ class GRPOTrainer:
         self.timer.step_seconds()  # not those of the next step
         self.record.log(self.state.step, metrics)
         self.record.show(groups)
-        self.callbacks("evaluate", self.state.step, metrics=metrics)
+        self.callbacks("evaluate", self.state, metrics=metrics)
         return metrics
 
     def doctor(self) -> list[Check]:
@@ -275,44 +287,31 @@ class GRPOTrainer:
 
     def save_checkpoint(self) -> Path:
         """Writes a checkpoint from which training goes on to the bit."""
-        self.state.phase_seconds = dict(self.timer.totals)
-        state = {
-            **asdict(self.state),
-            "source": self.source.state_dict(),
-            "num_processes": self.accelerator.num_processes,
-            "config": run_settings(self.args, self.adapters),
-        }
-        keep = {"keep": self.args.save_total_limit, "best": self.state.best.get("step")}
-        path = save_checkpoint(self.accelerator, state, self.args.output_dir, **keep)
-        self.callbacks("save", self.state.step)
-        return path
+        return save_run(self)
 
     @property
     def sampling(self) -> SamplingParams:
-        """How the next rollout is drawn; its seed is a function of the run's seed and the rollout's number."""
+        """How the next rollout is drawn; its seed is a function of the run's seed and the updates before it."""
+        return self._sampling(self.state.step)
+
+    def _sampling(self, step: int) -> SamplingParams:
         return SamplingParams(
             max_new_tokens=self.args.max_completion_length,
             num_generations=self.args.num_generations,
             temperature=self.args.temperature,
-            seed=self._draw_seed(),
+            seed=self._draw_seed(step),
             return_routes=self.args.routing_replay == "R3",
         )
 
-    def _resume(self, name: str | bool | None) -> None:
-        path = find_checkpoint(name, self.args.output_dir) if name else None
-        if path is None:
-            if name and self.accelerator.is_main_process:
-                print(f"No checkpoint of the last run in {self.args.output_dir}: training starts from the beginning.")
-            if self.accelerator.is_main_process:
-                self.state.run_id = start_run(self.args.output_dir)
-            return
-        state = load_checkpoint(self.accelerator, path, run_settings(self.args, self.adapters))
-        self.source.load_state_dict(state["source"])
-        self.state = TrainerState(**{name: state.get(name, v) for name, v in asdict(TrainerState()).items()})
-        self.timer.totals = dict(self.state.phase_seconds)
+    def _evaluate(self) -> dict[str, float]:
+        """An evaluation in training, whose best is kept as a checkpoint."""
+        metrics = self.evaluate()
+        if self.state.is_best(metrics, self.args):
+            self.save_checkpoint()
+        return metrics
 
-    def _draw_seed(self) -> int:
-        return self.args.seed * 1_000_003 + self.state.step
+    def _draw_seed(self, step: int) -> int:
+        return self.args.seed * 1_000_003 + step
 
     def _sync(self, last: bool):
         """DDP reduces gradients in the last micro-batch of a window only; FSDP in each, to hold no whole gradient."""
@@ -321,4 +320,4 @@ class GRPOTrainer:
     def _log_step(self, metrics: dict[str, float]) -> None:
         line = {"epoch": self.source.epochs, "num_skipped_updates": self.state.skipped_updates, **metrics}
         self.record.log(self.state.step, line)
-        self.callbacks("log", self.state.step, logs=line)
+        self.callbacks("log", self.state, logs=line)

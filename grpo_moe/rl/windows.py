@@ -11,7 +11,6 @@ from accelerate.utils import gather_object
 
 from grpo_moe.types import RolloutBatch
 
-from .batch import micro_batches, windows
 from .config import GRPOConfig
 
 
@@ -23,6 +22,9 @@ class Window:
     """Row numbers; an empty one stands for a masked row."""
     num_loss_tokens: int
     num_sequences: int
+    """Rows, those without a token too: what mask_truncated_completions leaves out of the loss stays in the divisor of
+    the losses that average over rows, as in TRL. Rows without an advantage, not scored or no better than their group,
+    count in both numbers, as in TRL; groups that a fault of a reward function cost count in neither."""
     expert_load: torch.Tensor | int = 0
     """[L, E] tokens of each expert by the policy before the updates, for the load-balancing loss."""
     num_routed_tokens: int = 0
@@ -40,7 +42,8 @@ def deal_windows(
 ) -> list[Window]:
     """The first ``num_rows`` rows dealt into optimiser windows, each with its counts over all processes.
 
-    The rows of all processes are shuffled as one list, so the windows do not depend on the number of processes.
+    The rows of all processes are shuffled as one list, so the windows do not depend on the number of processes; their
+    sizes differ by at most one row.
     Every process gets the same number of windows, and in each the same number of micro-batches: a process with
     fewer rows fills up with empty ones, so that no collective is missed.
 
@@ -50,7 +53,8 @@ def deal_windows(
     """
     rows_by_process = gather_object([num_rows])
     first = sum(rows_by_process[: accelerator.process_index])
-    dealt = windows(sum(rows_by_process), args.windows_per_rollout, torch.Generator().manual_seed(seed))
+    order = torch.randperm(sum(rows_by_process), generator=torch.Generator().manual_seed(seed))
+    dealt = order.tensor_split(args.windows_per_rollout)
     dealt = [rows[(first <= rows) & (rows < first + num_rows)] - first for rows in dealt]
     parts = [micro_batches(batch, rows, args.per_device_train_batch_size) for rows in dealt]
     mask = batch.completion_mask.sum(1).cpu()
@@ -64,6 +68,12 @@ def deal_windows(
         micro, *counts = zip(*(counts[number] for counts in everyone), strict=True)
         made.append(Window(padded(part, max(micro)), *map(sum, counts)))
     return made
+
+
+def micro_batches(batch: RolloutBatch, rows: torch.Tensor, size: int) -> list[torch.Tensor]:
+    """Row numbers in micro-batches of at most ``size`` rows, rows of like length together to save padding."""
+    by_length = rows[batch.attention_mask.sum(1).cpu()[rows].argsort(stable=True)]
+    return list(by_length.split(size))
 
 
 def padded(micro_batches: list[torch.Tensor], count: int) -> list[torch.Tensor]:

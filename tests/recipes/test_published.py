@@ -31,7 +31,7 @@ def launch(tmp_path, monkeypatch, capsys):
         try:
             running.run(importlib.import_module(recipe).main)
         except SystemExit as ended:
-            return 1, f"{ended.code}{capsys.readouterr().out}"
+            return ended.code, "".join(reversed(capsys.readouterr()))  # errors first
         return 0, capsys.readouterr().out
 
     return run
@@ -80,4 +80,4 @@ def test_lora_from_a_folder(recipe, tmp_path, launch):
 )
 def test_wrong_arguments_end_in_one_line(arguments, message, launch):
     code, output = launch(RECIPES[0], *arguments)
-    assert code == 1 and output.startswith(f"error: {message}")
+    assert code == 2 and output.startswith(f"error: {message}")

@@ -58,6 +58,25 @@ def test_functions_get_every_column_by_keyword():
     call(sees, answer=[1, 2, 3], completion_ids=[[0], [1], [2]])
 
 
+@pytest.mark.parametrize("timeout", [None, 5])
+def test_a_function_that_changes_its_lists_spoils_no_other(timeout):
+    def sorts(prompts, completions, score):
+        completions.sort(reverse=True)
+        prompts.clear()
+        score.append(0.0)
+        return [0.0] * 3
+
+    async def clears(prompts, completions, score):
+        await asyncio.sleep(0)
+        completions.clear()
+        return [0.0] * 3
+
+    given = ["a", "bb", "ccc"]
+    caller = RewardCaller([sorts, clears, length, from_column], timeout=timeout)
+    assert caller(PROMPTS, given, {"score": [1.0, 2.0, 3.0]}).rewards == [2.0, 4.0, 6.0]
+    assert PROMPTS == ["p0", "p1", "p2"] and given == ["a", "bb", "ccc"]
+
+
 @pytest.mark.parametrize(
     "returned",
     [
@@ -179,11 +198,19 @@ def test_a_function_without_the_columns_is_told_what_it_was_called_with():
     [
         (([],), "reward_funcs must hold at least one function, got none"),
         (([length, 3],), "reward_funcs must be functions, got 3"),
+        ((3,), "reward_funcs must be a function or a list of them, got 3; pass the function"),
         (("some/model",), r"reward_funcs must be functions, got the text 'some/model'; .*ModelReward\(path\)"),
         (([length, "some/model"],), "got the text 'some/model'"),
         ((torch.nn.Linear(1, 1),), r"got the model Linear; wrap it: ModelReward\(model, tokenizer\)"),
         (([length, from_column], [1]), r"weights must be one number for each .*length, from_column.*got \[1.0\]"),
-        (([length], [math.nan]), r"weights must be finite, got \[nan\]"),
+        (
+            ([length], 1.0),
+            r"reward_weights must be one number for each reward function \(length\), got 1.0; give a list",
+        ),
+        (([length], ["a"]), r"reward_weights must be one number for each .*got \['a'\]; give numbers"),
+        (([length], "1"), "reward_weights must be one number for each .*got '1'; give a list"),
+        (([length], [None]), "reward_weights must be one number for each .*got \\[None\\]; give numbers"),
+        (([length], [math.nan]), r"reward_weights must be finite, got \[nan\]"),
     ],
 )
 def test_a_faulty_construction_is_refused(arguments, message):

@@ -44,6 +44,10 @@ def short(prompts, completions, **columns):
     return [1.0]
 
 
+def huge(prompts, completions, **columns):
+    return [1e308] * len(completions)
+
+
 def no_list(prompts, completions, **columns):
     return "1" * len(completions)
 
@@ -167,10 +171,44 @@ def test_each_kind_is_logged_once_a_function(caplog):
 
 
 def test_check_raises_whatever_the_policy():
-    with pytest.raises(RuntimeError, match="'raises' raised KeyError"):
+    place = rf"keywords prompts, completions \({__file__}, line {raises.__code__.co_firstlineno + 1}\)$"
+    with pytest.raises(ValueError, match=f"'raises' raised KeyError.*{place}"):
         RewardCaller(raises, on_error="skip").check(["q"], {})
-    with pytest.raises(TimeoutError, match="'late_async' must return within 0.1 s, got nothing for 1 completions"):
+    with pytest.raises(ValueError, match="weighted sum .* got inf for row 0 from huge 1e[+]308, huge_2 1e[+]308"):
+        RewardCaller([huge, huge], on_error="skip").check(["q"], {})
+    with pytest.raises(ValueError, match="'late_async' must return within 0.1 s, got nothing for 1 completions"):
         RewardCaller(late_async, on_error="skip", timeout=0.1).check(["q"], {})
+
+
+@pytest.mark.parametrize("value", [1e308, -1e308])
+def test_a_sum_that_overflows_is_a_fault_of_its_row(value, caplog):
+    def first(prompts, completions, **columns):
+        return [value, 1, None, value, value, 3]
+
+    def second(prompts, completions, **columns):
+        return [value, 1, None, -value, 2, 3]
+
+    message = f"weighted sum .* must be finite, got .*inf for row 0 from first {value}, second {value}; return smaller"
+    with pytest.raises(ValueError, match=message.replace("+", r"\+")):
+        call([first, second], on_error="raise")
+    output = call([first, second])
+    assert output.skipped == [True, False, False, False, False, False]
+    assert math.isnan(output.rewards[0]) and output.rewards[1] == 2.0 and output.rewards[3:] == [0.0, value, 6.0]
+    assert output.values[0][0] == output.values[1][0] == value
+    assert output.faults == {"weighted_sum/not_finite": 1} and len(caplog.records) == 1
+    weighted = call([first, second], weights=[10, -10], on_error="skip")  # inf - inf
+    assert weighted.skipped == [True, False, False, True, True, False] and weighted.rewards[5] == 0.0
+
+
+def test_a_failed_call_spoils_no_list_of_its_parts():
+    def greedy(prompts, completions, **columns):
+        own = list(completions)
+        completions.clear()
+        if len(own) > 2:
+            raise ValueError
+        return [float(ord(c) - ord("a")) for c in own]
+
+    assert call(greedy, group_size=2).rewards == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
 
 
 @pytest.mark.parametrize("group_size", [0, 4, 7])

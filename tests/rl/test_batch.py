@@ -1,9 +1,7 @@
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from grpo_moe.rl.batch import Group, collate, micro_batches, select, windows
+from grpo_moe.rl.batch import Group, collate, select
 from grpo_moe.types import Completion, Prompt
 
 CPU = torch.device("cpu")
@@ -57,32 +55,6 @@ def test_select_cuts_to_the_longest_row_of_the_choice():
     assert part.advantages.tolist() == [0.5, -1.0]
     nothing = select(example(), torch.zeros(0, dtype=torch.long))
     assert len(nothing.input_ids) == 1 and not nothing.completion_mask.any()
-
-
-@settings(max_examples=30, deadline=None)
-@given(rows=st.integers(0, 40), parts=st.integers(1, 6), size=st.integers(1, 9), seed=st.integers(0, 9))
-def test_every_row_is_in_exactly_one_micro_batch(rows, parts, size, seed):
-    groups = [group([1], [1] * (1 + i % 5)) for i in range(rows)]
-    batch = collate(groups, torch.zeros(rows, 1), mask_truncated=False, device=CPU)
-    dealt = windows(rows, parts, torch.Generator().manual_seed(seed))
-    assert len(dealt) == parts and max(map(len, dealt)) - min(map(len, dealt)) <= 1
-    seen = []
-    for window in dealt:
-        made = micro_batches(batch, window, size)
-        assert made and all(len(m) <= size for m in made)
-        seen += [int(r) for m in made for r in m]
-    assert sorted(seen) == list(range(rows))
-
-
-def test_micro_batches_put_like_lengths_together():
-    groups = [group([1], [1] * n) for n in (9, 1, 8, 2)]
-    batch = collate(groups, torch.zeros(4, 1), mask_truncated=False, device=CPU)
-    assert [m.tolist() for m in micro_batches(batch, torch.arange(4), 2)] == [[1, 3], [2, 0]]
-
-
-def test_windows_repeat_under_a_seed():
-    deal = lambda seed: [w.tolist() for w in windows(10, 3, torch.Generator().manual_seed(seed))]  # noqa: E731
-    assert deal(1) == deal(1) and deal(1) != deal(2)
 
 
 @pytest.mark.parametrize("reasons", [["stop", "stop"], ["length", "length"]])

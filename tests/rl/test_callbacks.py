@@ -1,12 +1,12 @@
-"""Callbacks of transformers, given optimisers, the moving reference, warnings of a first rollout, the waterfall."""
+"""Callbacks of transformers, given optimisers, the moving reference, warnings of a first rollout."""
 
 import pytest
 import torch
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
-from transformers import TrainerCallback
+from transformers import EarlyStoppingCallback, TrainerCallback
 
 from grpo_moe import GRPOConfig, GRPOTrainer
-from grpo_moe.rl.metrics import read_metrics
+from grpo_moe.rl.run_folder import best_checkpoint
 
 
 class Recorder(TrainerCallback):
@@ -39,7 +39,9 @@ class Recorder(TrainerCallback):
         self._heard("train_end", state, given)
 
 
-def run(path, model=None, callbacks=None, optimizers=(None, None), reward=share_of_letter, **changes):
+def run(
+    path, model=None, callbacks=None, optimizers=(None, None), reward=share_of_letter, compute_metrics=None, **changes
+):
     shared = dict(
         output_dir=str(path), per_device_train_batch_size=4, num_generations=4, steps_per_generation=2, max_steps=8,
         max_completion_length=8, learning_rate=1e-2, use_cpu=True, show_progress=False, eval_on_start=False,
@@ -47,7 +49,7 @@ def run(path, model=None, callbacks=None, optimizers=(None, None), reward=share_
     )  # fmt: skip
     return GRPOTrainer(
         tiny_model() if model is None else model, reward, GRPOConfig(**{**shared, **changes}), prompt_rows(10),
-        prompt_rows(2), tokenizer(), callbacks, optimizers,
+        prompt_rows(2), tokenizer(), callbacks, optimizers, compute_metrics=compute_metrics,
     )  # fmt: skip
 
 
@@ -65,6 +67,98 @@ def test_callbacks_hear_everything_and_are_heeded(tmp_path):
 def test_what_is_no_callback_is_refused(tmp_path):
     with pytest.raises(ValueError, match="callbacks must be of transformers.TrainerCallback, got 3"):
         run(tmp_path, callbacks=[3])
+
+
+class Asks(TrainerCallback):
+    def __init__(self, event):
+        setattr(self, f"on_{event}", self.answer)
+
+    def answer(self, args, state, control, **given):
+        control.should_training_stop = state.global_step >= 2
+        return control
+
+
+@pytest.mark.parametrize("event", ["log", "evaluate"])
+def test_a_stop_is_heeded_whatever_event_asks_for_it(tmp_path, event):
+    assert run(tmp_path, callbacks=[Asks(event)], eval_steps=2).train()["steps"] == 2
+
+
+def test_early_stopping_of_transformers_works(tmp_path):
+    patience = EarlyStoppingCallback(early_stopping_patience=1)
+    options = {"eval_steps": 2, "metric_for_best_model": "eval_pass_rate", "learning_rate": 0.0}
+    made = run(tmp_path, callbacks=patience, **options)  # nothing is learned, nothing gets better
+    assert made.train()["steps"] == 4
+    assert made.state.best["step"] == 2 and best_checkpoint(tmp_path).name == "checkpoint-2"
+
+
+def test_what_a_callback_may_not_return_is_named(tmp_path):
+    class Odd(TrainerCallback):
+        def on_log(self, *args, **given):
+            return 3
+
+    with pytest.raises(ValueError, match="Odd.on_log must return the control or None, got 3") as raised:
+        run(tmp_path, callbacks=[Odd()]).train()
+    assert "checkpoint-2 holds the run up to update 2" in raised.value.__notes__[0]
+
+
+def test_an_error_between_updates_leaves_a_checkpoint_of_what_was_learned(tmp_path):
+    calls = []
+
+    def reward(prompts, completions, **columns):
+        calls.append(len(prompts))
+        if len(calls) == 5:  # two are checks before training
+            raise OSError("the judge is down")
+        return share_of_letter(prompts, completions, **columns)
+
+    with pytest.raises(RuntimeError, match="the judge is down") as raised:
+        run(tmp_path / "broken", reward=reward).train()
+    assert "checkpoint-4 holds the run up to update 4" in raised.value.__notes__[0]
+    resumed = run(tmp_path / "broken", reward=reward)
+    resumed.train(resume_from_checkpoint=True)
+    whole = run(tmp_path / "whole", reward=reward)
+    whole.train()
+    for ours, expected in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
+        assert torch.equal(ours, expected)
+
+
+def test_the_first_and_last_evaluation_can_be_the_best(tmp_path):
+    values = iter([0.1, 0.9, 0.2, 0.3])
+    options = {"metric_for_best_model": "eval_mine", "eval_steps": 4, "eval_on_start": True}
+    made = run(tmp_path, compute_metrics=lambda groups: {"mine": next(values)}, **options)
+    made.train()
+    assert made.state.best == {"step": 4, "value": 0.9}
+    values = iter([0.5, 0.1, 0.9])
+    made = run(tmp_path, compute_metrics=lambda groups: {"mine": next(values)}, **options)
+    made.train()
+    assert made.state.best == {"step": 8, "value": 0.9} and best_checkpoint(tmp_path).name == "checkpoint-8"
+
+
+def test_foreign_optimisers_and_schedules_are_refused(tmp_path):
+    model, other = tiny_model(), torch.nn.Linear(2, 2)
+    for optimizers, message in (
+        ((torch.optim.SGD(other.parameters(), lr=1), None), "optimizers must hold every parameter .*got none of"),
+        ((None, torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(other.parameters(), lr=1))), "schedule of their"),
+        (("adam", None), "torch.optim.Optimizer or None first, got 'adam'"),
+        (None, "optimizers must be an optimiser and a schedule, each may be None, got None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            run(tmp_path, model, optimizers=optimizers)
+
+
+def test_another_precision_than_that_of_the_process_is_refused(tmp_path):
+    run(tmp_path)
+    with pytest.raises(ValueError, match="bf16 and use_cpu must be those of the first trainer"):
+        run(tmp_path, bf16=True)
+
+
+def test_wrong_arguments_are_refused_before_any_work(tmp_path):
+    with pytest.raises(ValueError, match="compute_metrics must be a function of groups, got 'acc'"):
+        run(tmp_path, compute_metrics="acc")
+    with pytest.raises(ValueError, match="report_to must be a tracker that is installed, got 'comet_ml'"):
+        run(tmp_path, report_to="comet_ml")
+    (tmp_path / "model").write_text("a file")
+    with pytest.raises(ValueError, match="output_dir must be a folder that can be written, .*model in it is a file"):
+        run(tmp_path)
 
 
 def test_given_optimisers_are_used(tmp_path):
@@ -109,21 +203,6 @@ def test_a_first_rollout_that_cannot_teach_is_warned_of_once(tmp_path, capsys, r
     made.policy.lm_head.weight.data[2] = -100.0  # no EOS
     made.train()
     assert capsys.readouterr().out.count(warning) == 1
-
-
-@pytest.mark.parametrize("options", [{}, {"dynamic_sampling": True}, {"mask_truncated_completions": True}])
-def test_the_waterfall_adds_up(tmp_path, options):
-    def reward(prompts, completions, **_):
-        return [float(len(text) > 5) for text in completions]
-
-    made = run(tmp_path, reward=reward, epsilon=1e-4, num_iterations=2, learning_rate=0.1, max_steps=4, **options)
-    made.train()
-    lines = [line for line in read_metrics(tmp_path / "metrics.jsonl") if "waterfall/groups" in line]
-    assert len(lines) == 1
-    fall = {name.removeprefix("waterfall/"): x for name, x in lines[0].items() if name.startswith("waterfall/")}
-    assert fall["clipped"] > 0 and fall["tokens_with_gradient"] > 0
-    taken = fall["zero_spread"] + fall["unused"] + fall["truncated"] + fall["tokens_with_gradient"]
-    assert fall["groups"] - fall["clipped"] <= taken <= fall["groups"]
 
 
 def test_gdpo_scales_each_reward_by_its_own_spread(tmp_path):

@@ -16,17 +16,13 @@ import torch
 from accelerate import Accelerator
 
 from grpo_moe.rl import checkpoint
-from grpo_moe.rl.checkpoint import (
-    best_checkpoint,
-    find_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    read_state,
-    save_checkpoint,
-    start_run,
-)
+from grpo_moe.rl.checkpoint import load_checkpoint, save_checkpoint
+from grpo_moe.rl.run_folder import best_checkpoint, find_checkpoint, list_checkpoints, read_state, start_run
 
-CONFIG = {"learning_rate": 0.1, "max_steps": 9}
+CONFIG = {
+    "learning_rate": 0.1, "max_steps": 9, "lr_scheduler_type": "constant", "per_device_train_batch_size": 2,
+    "gradient_accumulation_steps": 2, "steps_per_generation": 4,
+}  # fmt: skip
 
 
 class Run:
@@ -193,8 +189,43 @@ def test_another_model_options_and_processes_are_refused(run, tmp_path):
         Run(tmp_path / "other", width=5).load(path)
     with pytest.raises(ValueError, match="got changes learning_rate: 0.1 -> 0.2; drop them or start anew"):
         run.load(path, learning_rate=0.2)
-    with pytest.raises(ValueError, match="num_processes must be that of the checkpoint .*, 2, got 1"):
+    with pytest.raises(ValueError, match="a rollout must be 16 completions for 2 updates .*, got 8 for 2 on 1 proc"):
         run.load(run.save(2, num_processes=2))
+    with pytest.raises(ValueError, match="a rollout must be 16 completions for 2 updates .*, got 16 for 4 on 1 proc"):
+        run.load(run.save(3, num_processes=2), steps_per_generation=8)
+
+
+def test_the_split_over_processes_and_micro_batches_may_change(run):
+    path = run.save(1, num_processes=2)
+    assert run.load(path, per_device_train_batch_size=4)["step"] == 1
+    assert run.load(path, steps_per_generation=8, gradient_accumulation_steps=4)["step"] == 1
+
+
+def test_a_schedule_that_follows_max_steps_warns_of_another_number(run, caplog):
+    path = run.save(1, config={**CONFIG, "lr_scheduler_type": "linear"})
+    run.load(path, lr_scheduler_type="linear")
+    assert not caplog.messages
+    run.load(path, lr_scheduler_type="linear", max_steps=20)
+    assert "'linear' follows max_steps" in caplog.text and "20 updates" in caplog.text
+
+
+def test_a_folder_without_a_state_is_not_passed_over(run, tmp_path):
+    run.save(1)
+    (run.save(2) / "grpo_state.json").unlink()
+    with pytest.raises(ValueError, match="must be there, got no such file; the one before is whole: .*checkpoint-1"):
+        find_checkpoint("latest", str(tmp_path))
+
+
+def test_a_fresh_run_puts_an_earlier_one_aside(run, tmp_path, capsys):
+    run.save(1)
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    (tmp_path / "notes.txt").write_text("mine")
+    start_run(tmp_path)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier-1", "notes.txt", "run_id"]
+    assert steps(tmp_path / "earlier-1") == [1] and (tmp_path / "earlier-1" / "metrics.jsonl").exists()
+    assert "is now in" in capsys.readouterr().out
+    start_run(tmp_path)
+    assert not (tmp_path / "earlier-2").exists()  # there was nothing of a run yet
 
 
 # --- rotation
@@ -236,7 +267,7 @@ def test_another_run_leaves_earlier_checkpoints_alone(run, tmp_path):
     other = Run(tmp_path)
     other.save(1, keep=1)
     other.save(2, keep=1)
-    assert steps(tmp_path) == [2] and (tmp_path / "checkpoint-8").is_dir()
+    assert steps(tmp_path) == [2] and (tmp_path / "earlier-1" / "checkpoint-8").is_dir()
 
 
 def test_saving_a_step_again_replaces_it(run, tmp_path):

@@ -8,7 +8,6 @@ import random
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from grpo_moe.rewards import RewardCaller
+from grpo_moe.rl import GRPOConfig
 from grpo_moe.rl.collect import Collector
 from grpo_moe.rl.evaluation import evaluate, majority_pass, pass_at_k
 from grpo_moe.rl.metrics import PhaseTimer
@@ -52,11 +52,10 @@ def length(prompts, completions, **columns):
 
 
 def collector(rewards=right, engine=None, **options):
-    args = dict(max_completion_length=9, eval_temperature=0.7, seed=3, pass_threshold=1.0, overlong_cache_length=None)
     return Collector(
         engine or Engine(),
         RewardCaller(rewards, [1.0, 0.0] if isinstance(rewards, list) else None),
-        SimpleNamespace(**{**args, **options}),
+        GRPOConfig(max_completion_length=9, eval_temperature=0.7, seed=3, **options),
         Accelerator(cpu=True),
         timer=PhaseTimer(),
         policy=torch.nn.Linear(1, 1),
@@ -151,13 +150,27 @@ def test_several_samples_give_pass_at_k_and_the_majority():
     metrics, _ = evaluate(collector(), prompts(*samples), num_generations=5)
     passes = (3, 1, 0)
     assert {name for name in metrics if "_at_" in name} == {
-        "eval_pass_at_1", "eval_pass_at_2", "eval_pass_at_4", "eval_majority_at_5",
+        "eval_pass_at_1", "eval_pass_at_2", "eval_pass_at_4", "eval_pass_at_5", "eval_majority_at_5",
     }  # fmt: skip
-    for k in (1, 2, 4):
+    for k in (1, 2, 4, 5):
         assert metrics[f"eval_pass_at_{k}"] == pytest.approx(sum(pass_at_k(5, c, k) for c in passes) / 3)
     assert metrics["eval_pass_rate"] == metrics["eval_pass_at_1"] == pytest.approx(4 / 15)
     assert metrics["eval_majority_at_5"] == pytest.approx(1 / 3)
     assert metrics["eval_greedy_pass_rate"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("n", "ks"), [(2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (7, [1, 2, 4, 7]), (8, [1, 2, 4, 8])]
+)
+def test_pass_at_k_is_given_for_the_powers_of_two_and_for_all_samples(n, ks):
+    metrics, _ = evaluate(collector(), prompts(["4"] * n), num_generations=n)
+    assert [name for name in metrics if "pass_at" in name] == [f"eval_pass_at_{k}" for k in ks]
+
+
+def test_the_reward_is_the_mean_over_the_completions_that_were_scored():
+    metrics, groups = evaluate(collector(), prompts(["4", "?"], ["5", "?"], ["?", "?"], ["4", "4"]), num_generations=2)
+    assert metrics["eval_reward"] == 3 / 4 == float(torch.stack([g.scores for g in groups]).nanmean())
+    assert metrics["eval_pass_rate"] == 3 / 8
 
 
 def test_answers_are_those_that_answer_reward_scores_or_the_users():

@@ -183,3 +183,47 @@ def test_folders_that_are_no_run_are_refused(tmp_path):
     (damaged / "metrics.jsonl").write_text('{"step": 1}\n{"ste\n{"step": 2}\n')
     with pytest.raises(ValueError, match="must hold JSON lines"):
         write_html_report(damaged)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "message"),
+    [
+        ("metrics.jsonl", '{"step": 1}\n123\n', "must hold JSON objects, got b'123' in line 2"),
+        ("metrics.jsonl", '{"step": 1}\n{"step": "2"}\n', "must hold numbers for step, got .* in line 2"),
+        ("metrics.jsonl", '{"step": 1, "reward": "<b>x"}\n', "must hold numbers, got '<b>x' for 'reward' in line 1"),
+        ("metrics.jsonl", '{"step": 1}\n{"step": 2, "x": [1]}', r"must hold numbers, got \[1\] for 'x' in line 2"),
+        ("metrics.jsonl", '{"step": 1, "loss": 1' + "0" * 400 + "}", "must hold numbers, got 10.* for 'loss' in"),
+        ("summary.json", '{"eval_before": 3}', "must hold metrics by name, got eval_before: 3; remove the file"),
+        ("summary.json", '{"eval_after": [1]}', r"must hold metrics by name, got eval_after: \[1\]"),
+        ("expert_load.jsonl", '{"step": 1}', "must hold under load the tokens of .* got None in line 1"),
+        ("expert_load.jsonl", '{"load": {"0": [1, "x"]}}', "must hold under load the tokens .* in line 1"),
+        ("expert_load.jsonl", '{"load": {"0": [1], "1": [1, 2]}}', "must hold under load the tokens .* in line 1"),
+        ("expert_load.jsonl", '{"load": {"0": [1]}}\n{"load": {"1": [1]}}', "must hold under load .* in line 2; r"),
+        ("expert_load.jsonl", '{"load": {}}', "must hold under load the tokens .* in line 1"),
+    ],
+)  # fmt: skip
+def test_damage_is_named_with_its_file_and_line(tmp_path, file, content, message):
+    run = run_folder(tmp_path / "run")
+    (run / file).write_text(content)
+    with pytest.raises(ValueError, match=f"{run / file} {message}") as caught:
+        write_html_report(run)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize("file", ["metrics.jsonl", "summary.json", "expert_load.jsonl"])
+def test_a_folder_in_place_of_a_file_is_named(tmp_path, file):
+    run = run_folder(tmp_path / "run")
+    (run / file).unlink(missing_ok=True)
+    (run / file).mkdir()
+    with pytest.raises(ValueError, match=f"{run / file} must be .*Is a directory"):
+        write_html_report(run)
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path):
+    run = run_folder(tmp_path / "run")
+    for out in ("/proc/x.html", "/proc/no/x.html", run / "metrics.jsonl" / "x.html"):
+        with pytest.raises(ValueError, match=f"out must be a file that can be written, got {out}: .*; choose another"):
+            write_html_report(run, out)
+    with pytest.raises(ValueError, match=f"out must be a file, got the folder {run}; name a file in it"):
+        write_html_report(run, run)
+    assert sorted(p.name for p in run.iterdir()) == ["metrics.jsonl", "summary.json"]

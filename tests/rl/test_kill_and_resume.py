@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
-from grpo_moe.rl.checkpoint import list_checkpoints
 from grpo_moe.rl.metrics import read_metrics
+from grpo_moe.rl.run_folder import list_checkpoints
 
 UPDATES = 12
 TWO_UPDATES = {"steps_per_generation": 2}  # a rollout: 2 passes over one window

@@ -6,11 +6,13 @@ import pytest
 import torch
 from moe_families import tiny_moe
 from safetensors.torch import load_file, save_file
-from tiny import tiny_model
+from tiny import tiny_model, tokenizer
 from transformers import GptOssConfig
 
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
-from grpo_moe.rl.loading import load_policy, without_adapters
+from grpo_moe.rewards import RewardCaller
+from grpo_moe.rl import GRPOConfig
+from grpo_moe.rl.loading import TaskData, load_policy, without_adapters
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -109,3 +111,20 @@ def test_without_adapters_what_was_frozen_stays_frozen():
         torch.testing.assert_close(policy(torch.arange(5)[None]).logits, plain)
     assert [p.requires_grad for p in policy.parameters()] == flags and 0 < sum(flags) < len(flags)
     assert not torch.allclose(policy(torch.arange(5)[None]).logits, plain)
+
+
+def test_chat_template_kwargs_reach_the_prompts_of_training_and_evaluation():
+    reading = tokenizer()
+    reading.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}{{ 'think' if thinking else 'no' }}"
+    chats = [{"prompt": [{"role": "user", "content": letter}]} for letter in "ab"]
+    rewards = RewardCaller(lambda completions, **columns: [0.0] * len(completions))
+    for thinking, added in ((True, "think"), (False, "no")):
+        args = GRPOConfig(chat_template_kwargs={"thinking": thinking})
+        data = TaskData(chats, chats, reading, args, 512, rewards)
+        for prompts in (data.source.first(2), data.eval_prompts):
+            texts = [reading.decode(p.input_ids, skip_special_tokens=True) for p in prompts]
+            assert texts == [f"a{added}", f"b{added}"]
+    texts = [{"prompt": "a"}]
+    with pytest.raises(ValueError, match="chat_template_kwargs must be left out with prompts of text"):
+        TaskData(texts, None, reading, args, 512, rewards)
+    TaskData(chats, texts, reading, args, 512, rewards)

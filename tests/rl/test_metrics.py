@@ -163,6 +163,39 @@ def test_broken_line_in_the_middle_raises(tmp_path):
         read_metrics(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("123", "must hold JSON objects, got b'123' in line 2"),
+        ("[]", "must hold JSON objects"),
+        ("null", "must hold JSON objects"),
+        ('{"step": "2"}', r"must hold numbers for step, got b'{\"step\": \"2\"}' in line 2; mend or remove"),
+        ('{"step": [2]}', "must hold numbers for step"),
+        ('{"step": NaN}', "must hold numbers for step"),
+    ],
+)
+@pytest.mark.parametrize("end", ["", '{"step": 3}\n'])
+def test_lines_of_another_kind_are_named(tmp_path, line, message, end):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n{end}')
+    with pytest.raises(ValueError, match=f"{path} {message}"):
+        read_metrics(path)
+    with pytest.raises(ValueError, match=message):
+        MetricsWriter(path)
+
+
+def test_a_folder_in_place_of_the_file_is_named(tmp_path):
+    with pytest.raises(ValueError, match=f"{tmp_path} must be a file that can be read, got Is a directory"):
+        read_metrics(tmp_path)
+
+
+def test_lines_without_a_step_stay(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": null, "run": "x"}\n{"step": 2}\n')
+    MetricsWriter(path).truncate_after(1)
+    assert read_metrics(path) == [{"step": None, "run": "x"}]
+
+
 def test_truncate_after_drops_later_steps(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"run": "x"}\n{"step": 2, "eval_reward": 1.0}\n{"step": 3}\n{"step": 2}\n{"step": 4')

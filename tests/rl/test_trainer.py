@@ -12,8 +12,8 @@ from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenize
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from grpo_moe import GRPOConfig, GRPOTrainer
-from grpo_moe.rl.checkpoint import list_checkpoints
 from grpo_moe.rl.metrics import read_metrics
+from grpo_moe.rl.run_folder import list_checkpoints
 
 
 def config(path, **changes):
@@ -378,7 +378,7 @@ def test_reward_functions_that_always_fail_stop_a_run_that_skips_their_groups(tm
         (lambda prompts, **_: [1.0], ValueError, "must return a list of 2 numbers, got 1"),
         (lambda prompts, **_: [math.nan] * len(prompts), ValueError, "finite"),
         (lambda prompts, **_: [math.inf] * len(prompts), ValueError, "finite"),
-        (lambda prompts: [1.0] * len(prompts), RuntimeError, "raised TypeError"),
+        (lambda prompts: [1.0] * len(prompts), ValueError, "raised TypeError"),
         ("accuracy", ValueError, "reward_funcs must be functions"),
     ],
 )

@@ -6,12 +6,14 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 _PPO_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*_PPO_TYPES, "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl")
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
+MIN_TEMPERATURE = 1e-6
 
 _DEFAULT_SAMPLER_BOUNDS = {
     "none": (0.0, math.inf),
@@ -35,6 +37,11 @@ _READERS = {  # option -> the loss types that read it; set for any other, it wou
 }
 
 
+def option(default: Any, text: str, **metadata: Any) -> Any:
+    """A field with the help that its flag shows: the one description of it."""
+    return field(default=default, metadata={"help": text, **metadata})
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
     """Options of `grpo_loss_from_logps`. Field names and defaults are TRL's where TRL has the option.
@@ -44,57 +51,75 @@ class LossConfig:
             loss type raises as soon as it is not at its default; only the clipping bounds may stay set.
     """
 
-    loss_type: str = "dapo"
-    """One of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl."""
-    epsilon: float = 0.2
-    """Lower clipping bound: the ratio stays above 1 - epsilon. gmpo: the log-ratio stays above -epsilon.
-    dppo_*: largest divergence (total variation, or binary KL in nats) of a token with a negative advantage.
-    cispo, sapo and vespo do not read it."""
-    epsilon_high: float | None = None
-    """Upper clipping bound, as `epsilon`; None means `epsilon`. cispo: the cap of the ratio itself, at least 1."""
-    delta: float | None = None
-    """Two-sided clipping (INTELLECT-2): cap of the unclipped ratio, above 1 + epsilon_high. None: no cap."""
-    dual_clip: float | None = None
-    """Dual clipping (1912.09729): the loss of a token with A < 0 is at most -dual_clip * A. None: no cap."""
-    beta: float = 0.0
-    """Weight of the KL term to the reference policy."""
-    kl_estimator: str = "k3"
-    """k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1, with d = logps - ref_logps. The expected gradient of k1 is zero
-    unless `use_bias_correction_kl` is set."""
-    use_bias_correction_kl: bool = True
-    """Multiply the KL estimate by the ratio, gradient included (DeepSeek-V3.2)."""
-    importance_sampling_level: str = "token"
-    """token: a ratio a token. sequence: the geometric mean of the row's ratios, for each of its tokens (GSPO)."""
-    sapo_temperature_pos: float = 1.0
-    """SAPO's gate temperature where A > 0."""
-    sapo_temperature_neg: float = 1.05
-    """SAPO's gate temperature where A <= 0."""
-    vespo_k_pos: float = 2.0
-    """VESPO's power of the sequence weight where A >= 0."""
-    vespo_lambda_pos: float = 3.0
-    """VESPO's exponential decay in the sequence weight where A >= 0."""
-    vespo_k_neg: float = 3.0
-    """As `vespo_k_pos`, where A < 0."""
-    vespo_lambda_neg: float = 2.0
-    """As `vespo_lambda_pos`, where A < 0."""
-    temperature: float = 1.0
-    """Divides the logits of the policy. The heads read it; log-probabilities already contain it."""
-    max_completion_length: int | None = None
-    """L_max in tokens, the constant denominator of dr_grpo; the other losses do not read it."""
-    sampler_correction: str = "none"
-    """Weight w = exp(old_logps - sampling_logps), without gradient, for the gap between engine and trainer.
-    token_truncate: w cut to the bounds. token_mask: w, or 0 outside the bounds (IcePop). sequence_*: the same with
-    the product of the row's weights. geometric_mask: 1, or 0 where the row's geometric mean is outside the bounds."""
-    sampler_clip_min: float | None = None
-    """Lower bound of the correction. None: the method's default (token_mask 0.5, else 0, which is no bound)."""
-    sampler_clip_max: float | None = None
-    """Upper bound of the correction; inf is no bound. None: the method's default (*_truncate 2, token_mask 5,
-    sequence_mask 3). geometric_mask has no defaults."""
-    off_policy_mask_threshold: float | None = None
-    """Drop rows with A < 0 whose mean of sampling_logps - logps (old_logps without an engine's) exceeds this, in
-    nats (DeepSeek-V3.2). None: keep all."""
-    top_entropy_quantile: float = 1.0
-    """Share of tokens, those of highest entropy in the call's batch, that take part in the policy term (2506.01939)."""
+    loss_type: str = option(
+        "dapo", "One of grpo, bnpo, dr_grpo, dapo, cispo, sapo, luspo, vespo, gmpo, dppo_tv, dppo_kl."
+    )
+    epsilon: float = option(
+        0.2,
+        "Lower clipping bound: the ratio stays above 1 - epsilon. gmpo: the log-ratio stays above -epsilon. dppo_*: "
+        "largest divergence (total variation, or binary KL in nats) of a token with a negative advantage. cispo, sapo "
+        "and vespo do not read it.",
+    )
+    epsilon_high: float | None = option(
+        None,
+        "Upper clipping bound, as `epsilon`; None means `epsilon`. cispo: the cap of the ratio itself, at least 1.",
+    )
+    delta: float | None = option(
+        None, "Two-sided clipping (INTELLECT-2): cap of the unclipped ratio, above 1 + epsilon_high. None: no cap."
+    )
+    dual_clip: float | None = option(
+        None, "Dual clipping (1912.09729): the loss of a token with A < 0 is at most -dual_clip * A. None: no cap."
+    )
+    beta: float = option(0.0, "Weight of the KL term to the reference policy.")
+    kl_estimator: str = option(
+        "k3",
+        "k1 = d, k2 = d^2 / 2, k3 = exp(-d) + d - 1, with d = logps - ref_logps. The expected gradient of k1 is zero "
+        "unless `use_bias_correction_kl` is set.",
+    )
+    use_bias_correction_kl: bool = option(
+        True, "Multiply the KL estimate by the ratio, gradient included (DeepSeek-V3.2)."
+    )
+    importance_sampling_level: str = option(
+        "token",
+        "token: a ratio a token. sequence: the geometric mean of the row's ratios, for each of its tokens (GSPO).",
+    )
+    sapo_temperature_pos: float = option(1.0, "SAPO's gate temperature where A > 0.")
+    sapo_temperature_neg: float = option(1.05, "SAPO's gate temperature where A <= 0.")
+    vespo_k_pos: float = option(2.0, "VESPO's power of the sequence weight where A >= 0.")
+    vespo_lambda_pos: float = option(3.0, "VESPO's exponential decay in the sequence weight where A >= 0.")
+    vespo_k_neg: float = option(3.0, "As `vespo_k_pos`, where A < 0.")
+    vespo_lambda_neg: float = option(2.0, "As `vespo_lambda_pos`, where A < 0.")
+    temperature: float = option(
+        1.0, "Divides the logits of the policy. The heads read it; log-probabilities already contain it."
+    )
+    max_completion_length: int | None = option(
+        None, "L_max in tokens, the constant denominator of dr_grpo; the other losses do not read it."
+    )
+    sampler_correction: str = option(
+        "none",
+        "Weight w = exp(old_logps - sampling_logps), without gradient, for the gap between engine and trainer. "
+        "token_truncate: w cut to the bounds. token_mask: w, or 0 outside the bounds (IcePop). sequence_*: the same "
+        "with the product of the row's weights. geometric_mask: 1, or 0 where the row's geometric mean is outside the "
+        "bounds.",
+    )
+    sampler_clip_min: float | None = option(
+        None, "Lower bound of the correction. None: the method's default (token_mask 0.5, else 0, which is no bound)."
+    )
+    sampler_clip_max: float | None = option(
+        None,
+        "Upper bound of the correction; inf is no bound. None: the method's default (*_truncate 2, token_mask 5, "
+        "sequence_mask 3). geometric_mask has no defaults.",
+    )
+    off_policy_mask_threshold: float | None = option(
+        None,
+        "Drop rows with A < 0 whose mean of sampling_logps - logps (old_logps without an engine's) exceeds this, in "
+        "nats (DeepSeek-V3.2). None: keep all.",
+    )
+    top_entropy_quantile: float = option(
+        1.0,
+        "Share of tokens, those of highest entropy in the call's batch, that take part in the policy term "
+        "(2506.01939).",
+    )
 
     def __post_init__(self):
         rules = itertools.chain(_name_rules(self), _range_rules(self), _loss_type_rules(self), _sampler_rules(self))
@@ -136,9 +161,12 @@ def _range_rules(config: LossConfig) -> _Rules:
         value = getattr(config, name)
         yield value is None or 0 <= value < math.inf, name, "finite and at least 0", "0 is the smallest value"
     shapes = [name for name in _READERS if name.startswith(("sapo_", "vespo_"))]
-    for name in ("temperature", "max_completion_length", *shapes):
+    for name in ("max_completion_length", *shapes):
         value = getattr(config, name)
         yield value is None or 0 < value < math.inf, name, "finite and above 0", "the formula divides by it or needs it"
+    rule = f"finite and at least {MIN_TEMPERATURE}"
+    fits = MIN_TEMPERATURE <= config.temperature < math.inf
+    yield fits, "temperature", rule, "logits divided by less overflow: sampling would be greedy"
     yield 0 < config.top_entropy_quantile <= 1, "top_entropy_quantile", "in (0, 1]", "1.0 keeps every token"
     yield config.dual_clip is None or 1 < config.dual_clip < math.inf, "dual_clip", "finite and above 1", "3.0 is usual"
 

@@ -26,10 +26,13 @@ class LossOutput:
     """Detached scalars. To combine calls: names that start with `num_` add up, names that end in `_max` take the
     maximum, all others are means over the tokens of the loss, to be weighted by `num_tokens`.
 
-    Always: num_tokens (that took part), num_dropped_tokens (a log-probability was not finite), num_gradient_tokens (to
-    which the policy term has a gradient: an advantage, not stopped by clipping or a mask), ratio_mean, ratio_max,
+    Always: num_tokens (that took part), num_dropped_tokens (a log-probability was not finite), ratio_mean, ratio_max,
     clip_ratio, clip_ratio_low, clip_ratio_high (share of tokens whose clipping acts), approx_kl (k3 estimate of
     KL(old || new), nats).
+    What becomes of the tokens of the mask that have an advantage, each counted once, under the first that holds:
+    num_not_finite_tokens (dropped), num_sampler_masked_tokens, num_off_policy_masked_tokens, num_entropy_masked_tokens
+    (the last three only with their option), num_clipped_tokens (and without gradient for it), num_gradient_tokens
+    (whose term of the policy loss has a gradient).
     With beta: kl (the estimate, without beta and ratio). With entropy: entropy; with its quantile: entropy_masked.
     With sampling_logps: sampling_logp_difference_mean and _max (of |old - sampling|, nats), sampling_kl (k3 estimate of
     KL(sampling || old), nats), sampling_ratio_mean and sampling_ratio_square_mean (of exp(old - sampling): the first
@@ -152,6 +155,8 @@ class _Batch:
     advantages: torch.Tensor
     mask: torch.Tensor
     dropped: torch.Tensor
+    has_advantage: torch.Tensor
+    """Of the mask that was given: dropped tokens too."""
     scored: torch.Tensor | None
 
 
@@ -186,6 +191,7 @@ def _clean(logps, advantages, completion_mask, *, old_logps, ref_logps, sampling
         advantages=fill(advantages.detach().to(dtype)),
         mask=mask,
         dropped=wanted & ~finite,
+        has_advantage=wanted & (advantages != 0),
         scored=scored,
     )
 
@@ -282,12 +288,6 @@ def _stats(
     }
     maxima = {"ratio_max": inputs.ratio}
     counts = {"num_tokens": mask, "num_dropped_tokens": batch.dropped}
-    counts["num_gradient_tokens"] = mask & (batch.advantages != 0)
-    if policy.clip_stops:
-        counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~means["clip_ratio"]
-    for masked in (options["off_policy_masked"], options["entropy_masked"]):
-        if masked is not None:
-            counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~masked
     if batch.sampling_logps is not None:
         log_ratio = _sampler_log_ratio(batch)
         means["sampling_logp_difference_mean"] = maxima["sampling_logp_difference_max"] = log_ratio.abs()
@@ -297,7 +297,9 @@ def _stats(
     if inputs.sampler_weight is not None:
         means["sampler_ratio_mean"] = inputs.sampler_weight
         means["sampler_masked"] = inputs.sampler_weight == 0
-        counts["num_gradient_tokens"] = counts["num_gradient_tokens"] & ~means["sampler_masked"]
+    stops = {name: means.get(name) for name in ("sampler_masked", "off_policy_masked", "entropy_masked")}
+    clipped = means["clip_ratio"] if policy.clip_stops else torch.zeros_like(mask)
+    counts |= _fates(batch.has_advantage, {"not_finite": batch.dropped, **stops, "clipped": clipped})
     num_tokens = mask.sum().clamp(min=1)
 
     def total(x: torch.Tensor) -> torch.Tensor:
@@ -311,6 +313,16 @@ def _stats(
         **{name: total(x) / num_tokens for name, x in means.items() if x is not None},
         **{name: largest(x) for name, x in maxima.items()},
     }
+
+
+def _fates(tokens: torch.Tensor, stops: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor]:
+    """The tokens [B, T] by the first stop that holds, those that none stops as num_gradient_tokens."""
+    fates = {}
+    for name, stopped in stops.items():
+        if stopped is not None:
+            fates[f"num_{name}_tokens"] = tokens & stopped
+            tokens = tokens & ~stopped
+    return {**fates, "num_gradient_tokens": tokens}
 
 
 def _at_least_one(name: str, count: Count | None, local: Count) -> Count:

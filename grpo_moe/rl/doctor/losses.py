@@ -11,8 +11,9 @@ import torch
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.ops import LossConfig, grpo_loss, grpo_loss_from_logits
 from grpo_moe.ops.loss.fused_head import head_dtypes
-from grpo_moe.rl.batch import batch_loss, micro_batches, select
+from grpo_moe.rl.batch import batch_loss, select
 from grpo_moe.rl.metrics import Metrics
+from grpo_moe.rl.windows import micro_batches
 from grpo_moe.types import RolloutBatch
 
 from .sample import Check, Sample, training_logps

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from grpo_moe.adapters.routing import RoutingRecord
-from grpo_moe.rl.batch import Group, batch_logps, collate, micro_batches, select
+from grpo_moe.rl.batch import Group, batch_logps, collate, select
+from grpo_moe.rl.windows import micro_batches
 from grpo_moe.types import Prompt, RolloutBatch
 
 if TYPE_CHECKING:

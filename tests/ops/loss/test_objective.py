@@ -420,6 +420,34 @@ def test_stats_of_micro_batches_combine_as_documented():
         torch.testing.assert_close(combined, value, msg=name)
 
 
+@each_variant
+def test_every_token_with_an_advantage_counts_once(variant):
+    batch = make_batch()
+    batch["advantages"] = batch["advantages"].clone()
+    batch["advantages"][0] = 0
+    for name, row in (("old_logps", 0), ("logps", 1)):
+        batch[name][row, 0] = math.nan  # dropped; only that of row 1 has an advantage
+    wanted = ((batch["completion_mask"] != 0) & (batch["advantages"] != 0)[:, None]).sum()
+    fates = [f"num_{name}_tokens" for name in (
+        "not_finite", "sampler_masked", "off_policy_masked", "entropy_masked", "clipped", "gradient")]  # fmt: skip
+    for config in configs_of(variant):
+        stats = run(config, batch)[0].stats
+        assert sum(stats.get(name, 0) for name in fates) == wanted, config
+        assert stats["num_not_finite_tokens"] == 1 and stats["num_dropped_tokens"] == 2
+
+
+def test_clipping_takes_what_no_mask_took_and_only_where_it_stops_the_gradient():
+    clipped, capped = (
+        run(LossConfig(loss_type=name, epsilon=0.0, epsilon_high=high, sampler_correction="token_mask"), vector_batch())
+        for name, high in (("dapo", 0.0), ("cispo", 1.0))
+    )
+    for output, gradient in (clipped, capped):
+        assert output.stats["num_gradient_tokens"] == gradient.count_nonzero()
+        assert output.stats["num_sampler_masked_tokens"] == 1
+    assert clipped[0].stats["num_clipped_tokens"] > 0 == capped[0].stats["num_clipped_tokens"]
+    assert capped[0].stats["clip_ratio"] > 0
+
+
 def test_stats_of_the_vector_batch():
     stats = run(LossConfig(sampler_correction="token_mask"), vector_batch())[0].stats
     expected = {"num_tokens": 5, "clip_ratio": 0.4, "clip_ratio_low": 0.2, "clip_ratio_high": 0.2, "entropy": 0.84,

@@ -1,0 +1,155 @@
+"""Whole steps of GRPOTrainer on published shapes with random weights: seconds by phase and peak memory, on 1..n GPUs.
+
+    python benchmark/grpo_step.py --out results.jsonl [--shapes qwen3 gptoss_lite] [--steps 4]
+    accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 benchmark/grpo_step.py --out FILE
+
+Every process takes the same number of prompts however many there are (weak scaling): the efficiency of n GPUs is the
+seconds of one over those of n. Completions run to their full length, since random weights hardly ever sample EOS.
+Rollout (NativeEngine), old log-probabilities, update with AdamW on fp32 master weights and clipping, in bf16 autocast
+or FSDP2's bf16 parameters. seconds_* are medians over the steps after the first, peak_gib the most that the allocator
+held in each phase on the main process, all weights included. The shapes have 4 layers unless their name says more.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import harness
+import torch
+from train_step import SHAPES as PUBLISHED
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from grpo_moe import GptOssLiteConfig, GRPOConfig, GRPOTrainer
+from grpo_moe.data import character_tokenizer
+from grpo_moe.rl.metrics import PhaseTimer
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+LITE = {"moe_dispatch": "fused", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+SHAPES = {
+    **PUBLISHED,
+    "qwen3_24": Qwen3MoeConfig(**{**PUBLISHED["qwen3"].to_dict(), "num_hidden_layers": 24}),
+    "gptoss_lite": GptOssLiteConfig(**LITE),
+    "gptoss_lite_tiny": GptOssLiteConfig(
+        **LITE,
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+    ),  # fmt: skip
+}
+PHASES = ("rollout", "logps", "update")
+
+
+class PeakTimer(PhaseTimer):
+    """Also keeps the most bytes that the allocator held in each phase."""
+
+    def __init__(self) -> None:
+        super().__init__(synchronize_cuda=True)
+        self.peak_bytes: dict[str, int] = {}
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        with super().__call__(phase):
+            yield
+        if torch.cuda.is_available():
+            self.peak_bytes[phase] = max(self.peak_bytes.get(phase, 0), torch.cuda.max_memory_allocated())
+
+
+def reward(prompts, completions, completion_ids, **columns):
+    """Anything with a spread in each group."""
+    return [float(zlib.crc32(repr(ids).encode()) % 2) for ids in completion_ids]
+
+
+def make_trainer(name: str, options, folder: str) -> GRPOTrainer:
+    torch.manual_seed(0)
+    on_gpu = torch.cuda.is_available()
+    with torch.device("cuda" if on_gpu and options.build_on_gpu else "cpu"):
+        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.float32)
+    if hasattr(model, "set_experts_implementation") and "lite" not in name:
+        model.set_experts_implementation("grpo_moe")
+    if SHAPES[name].model_type == "gpt_oss":
+        model.set_attn_implementation("grpo_moe_sinks")
+    args = GRPOConfig(
+        output_dir=folder, max_steps=options.steps, bf16=on_gpu, use_cpu=not on_gpu, save_steps=None,
+        eval_on_start=False, per_device_train_batch_size=options.micro_batch, num_generations=options.generations,
+        gradient_accumulation_steps=options.prompts * options.generations // options.micro_batch,
+        num_iterations=1, max_completion_length=options.completion, learning_rate=1e-6, log_completions=False,
+        show_progress=False, gradient_checkpointing=options.gradient_checkpointing, beta=0.0,
+        padding_free=options.padding_free, loss_type="dapo", sampler_correction="token_truncate",
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    picks = torch.randint(26, (64, options.prompt), generator=generator).tolist()
+    rows = [{"prompt": "".join(LETTERS[i] for i in pick)} for pick in picks]
+    peft_config = None
+    if options.lora:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=options.lora, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    trainer = GRPOTrainer(
+        model, reward, args, rows, processing_class=character_tokenizer(LETTERS + " "), peft_config=peft_config
+    )
+    trainer.timer = trainer.collector.timer = PeakTimer()
+    return trainer
+
+
+def measure(name: str, options) -> dict:
+    """The fields of a line, on every process."""
+    folder = tempfile.mkdtemp()
+    try:
+        trainer = make_trainer(name, options, folder)
+        trainer.record.start("benchmark", last_step=-1)
+        lines = [trainer.step() for _ in range(options.steps)]
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    seconds = {f"seconds_{p}": statistics.median(x.get(f"seconds/{p}", 0.0) for x in lines[1:]) for p in PHASES}
+    tokens = options.prompts * options.generations * options.completion
+    accelerator = trainer.accelerator
+    kind = "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "single"
+    peaks = {f"peak_gib_{p}": round(b / 2**30, 3) for p, b in trainer.timer.peak_bytes.items() if p in PHASES}
+    return {
+        "op": "grpo_step", "impl": kind, "shape": name, "world": accelerator.num_processes, **seconds, **peaks,
+        "completion_tokens_per_process": tokens, "rollout_tokens_per_s": tokens / seconds["seconds_rollout"],
+        "micro_batch": options.micro_batch, "prompt": options.prompt, "completion": options.completion,
+        "gradient_checkpointing": options.gradient_checkpointing, "lora": options.lora,
+        "padding_free": options.padding_free, "grad_norm": lines[-1]["grad_norm"],
+        "sampling_logp_difference_mean": lines[-1].get("sampling_logp_difference_mean"),
+        "parameters": sum(p.numel() for p in trainer.policy.parameters()),
+    }  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = harness.arguments(__doc__, ["ours"])
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["gptoss_lite", "qwen3"])
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--prompts", type=int, default=8, help="of a rollout on each process")
+    parser.add_argument("--generations", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--completion", type=int, default=512)
+    parser.add_argument("--micro_batch", type=int, default=8)
+    parser.add_argument("--lora", type=int, default=0, help="rank of LoRA on attention; 0 trains all")
+    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--padding_free", action="store_true")
+    parser.add_argument("--build_on_gpu", action="store_true", help="where the model fits one GPU in float32")
+    options = parser.parse_args(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    out = harness.JsonLines(options.out, harness.environment(device))
+    for name in options.shapes:
+        line = measure(name, options)
+        if "RANK" not in os.environ or os.environ["RANK"] == "0":
+            out.write(line)
+        harness.free_memory(device)
+
+
+if __name__ == "__main__":
+    main()
