@@ -49,6 +49,7 @@ FREE_OPTIONS = {  # may differ between a run and its continuation: they do not s
     "save_steps",
     "save_total_limit",
     "resume_from_checkpoint",
+    "capsule_steps",
     "log_completions",
     "show_progress",
 }

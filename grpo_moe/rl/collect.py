@@ -100,6 +100,7 @@ class Collector:
                 if count <= 0:
                     break
                 groups = self.generate_groups(self._take(source, count), sampling)
+            self._check_routes(groups, sampling)
             generated += groups
             kept += self._informative(groups)
             rounds += 1
@@ -167,6 +168,13 @@ class Collector:
     def _parts(self, group: Group) -> list[list[float]]:
         """Rewards [G], then what each function said, then the shaping."""
         return [group.rewards.tolist(), *group.values, (group.rewards - group.scores).tolist()]
+
+    def _check_routes(self, groups: list[Group], sampling: SamplingParams) -> None:
+        if sampling.return_routes and any(c.routes is None for group in groups for c in group.completions):
+            raise ValueError(
+                f"rollout_engine must return routes with routing_replay 'R3', got none from "
+                f"{type(self.engine).__name__}; fill Completion.routes under return_routes, or use R2"
+            )
 
     def _groups_of(self, ahead: _Ahead) -> list[Group]:
         with self.timer("rollout"):

@@ -167,6 +167,9 @@ class GRPOConfig(LossConfig):
     resume_from_checkpoint: str | None = option(
         None, "Folder of a checkpoint, or 'latest' (also without a value).", nargs="?", const="latest"
     )
+    capsule_steps: int | None = option(
+        None, "Keep the rows of every n-th update for grpo-moe replay, besides those of a non-finite gradient."
+    )
     log_completions: bool = option(True, "Write the completions of each rollout as parquet.")
     show_progress: bool = option(True, "Show progress, curves and samples in the terminal.")
 
@@ -237,6 +240,7 @@ class GRPOConfig(LossConfig):
                     "save_total_limit",
                     "eval_steps",
                     "save_steps",
+                    "capsule_steps",
                     "ref_model_sync_steps",
                     "num_generations_eval",
                 ),

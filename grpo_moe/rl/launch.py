@@ -7,10 +7,13 @@ import sys
 from pathlib import Path
 
 import torch
+import yaml
 
 
 def start_all_processes() -> None:
     """Becomes torchrun with N workers if ``accelerate launch --cpu --num_processes N`` started this process alone.
+
+    The number may also stand in accelerate's configuration file, as in recipes/accelerate/cpu.yaml.
 
     accelerate 1.15 starts one process under ``--cpu``, whatever ``--num_processes`` says (``launch_command`` goes to
     ``simple_launcher``), and leaves no other trace of the number than its own command line. Call first in a script's
@@ -40,13 +43,15 @@ def world_size() -> int:
 
 
 def requested_processes(command: list[str], script: str) -> int:
-    """The value of ``--num_processes`` in an ``accelerate launch`` command line before the script's name, else 1."""
+    """How many an ``accelerate launch`` command line wants by ``--num_processes`` or ``--config_file``, else 1."""
     if not any(Path(word).name.startswith(("accelerate", "launch")) for word in command[:4]) or script not in command:
         return 1
-    options = command[: command.index(script)]
-    for number, word in enumerate(options):
+    given = {}
+    words = command[: command.index(script)]
+    for word, after in zip(words, [*words[1:], ""], strict=True):
         name, _, value = word.partition("=")
-        if name in ("--num_processes", "--num-processes"):
-            value = value or options[number + 1]
-            return int(value) if value.isdigit() else 1
-    return 1
+        given[name.lstrip("-").replace("-", "_")] = value or after
+    if "num_processes" not in given and "config_file" in given:
+        given |= yaml.safe_load(Path(given["config_file"]).read_text(encoding="utf-8"))
+    count = str(given.get("num_processes", 1))
+    return int(count) if count.isdigit() else 1

@@ -20,8 +20,13 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
     Raises:
         RuntimeError: a state made before knows of other processes.
-        ValueError: FSDP as it was launched is not supported, another precision than before, a missing tracker.
+        ValueError: DeepSpeed, FSDP that is not supported, another precision than before, a missing tracker.
     """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise ValueError(
+            "distributed_type must not be DEEPSPEED, whose engine steps by itself, got ACCELERATE_USE_DEEPSPEED; FSDP2 "
+            "shards as ZeRO-3 does (recipes/accelerate/fsdp2.yaml; with fsdp_reshard_after_forward: false as ZeRO-2)"
+        )
     mixed_precision = "bf16" if args.bf16 else None  # None: as accelerate was launched
     on_cpu, plugin = runs_on_cpu(args.use_cpu), sharding_plugin(mixed_precision)
     if on_cpu and plugin is not None:

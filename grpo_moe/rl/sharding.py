@@ -11,6 +11,7 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, fsdp_utils
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.tensor import DTensor
 
 
 def sharding_plugin(mixed_precision: str | None) -> FullyShardedDataParallelPlugin | None:
@@ -80,6 +81,11 @@ def whole_parameters(model: torch.nn.Module) -> Iterator[None]:
             hooks.update(now)
         for module in sharded:
             module.reshard()
+
+
+def whole_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """A shard gathered on every process, all of which take part; anything else as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def whole_state(model: torch.nn.Module, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:

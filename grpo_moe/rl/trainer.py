@@ -35,7 +35,7 @@ from .processes import agree, check_ranks_agree, end_trackers, make_accelerator
 from .record import RunRecord
 from .resume import resume_run, save_run, saving_on_error
 from .run_folder import check_run_folder
-from .sharding import whole_parameters, whole_state
+from .sharding import whole_parameters, whole_state, whole_tensor
 from .state import TrainerState
 from .waterfall import add_loss_stats
 from .windows import Window, deal_windows
@@ -167,18 +167,13 @@ class GRPOTrainer:
             mask_truncated=self.args.mask_truncated_completions,
             device=self.accelerator.device,
         )
-        if self.args.routing_replay == "R3" and rollout.kept and batch.routes is None:
-            raise ValueError(
-                f"rollout_engine must return routes with routing_replay 'R3', got none from "
-                f"{type(self.collector.engine).__name__}; fill Completion.routes under return_routes, or use R2"
-            )
         with self.timer("logps"):
             batch = self.add_reference_logps(batch)
         with self.timer("update"):
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
                     for number, rows in enumerate(window.micro_batches, start=1):
-                        with self._sync(number == len(window.micro_batches)):
+                        with self.synced(number == len(window.micro_batches)):
                             loss = self.loss(select(batch, rows), window, metrics)
                             self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
                     self.optimizer_step(batch, window, metrics)
@@ -235,17 +230,19 @@ class GRPOTrainer:
 
     def optimizer_step(self, batch: RolloutBatch, window: Window, metrics: Metrics) -> None:
         """Clips and applies the gradient; skips and counts a window without tokens or with a non-finite gradient."""
-        norm = self.accelerator.clip_grad_norm_(self.model.parameters(), self.args.max_grad_norm or math.inf)
-        norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm  # over the shards of FSDP
+        limit = self.args.max_grad_norm or math.inf
+        norm = whole_tensor(self.accelerator.clip_grad_norm_(self.model.parameters(), limit))
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
         self._prepared.check_adapters(float(norm))
-        if self.state.count_update(window.num_loss_tokens, float(norm)):
-            self.optimizer.step()
-            self.scheduler.step()
-        elif window.num_loss_tokens:
+        before = self.state.step
+        makes = self.state.count_update(window.num_loss_tokens, float(norm))
+        if window.num_loss_tokens and (not makes or self.state.crossed(self.args.capsule_steps, before)):
             folder, rank = Path(self.args.output_dir) / "capsules", self.accelerator.process_index
             keep_update(folder, batch, window, self._prepared, step=self.state.step, rank=rank, grad_norm=float(norm))
+        if makes:
+            self.optimizer.step()
+            self.scheduler.step()
         self.optimizer.zero_grad()
         self.state.check_gradients(float(norm))
         if self.args.sync_ref_model and self.state.step % self.args.ref_model_sync_steps == 0:
@@ -276,12 +273,10 @@ class GRPOTrainer:
 
         Of a model with adapters only these are written, in PEFT's format.
         """
-        path, state = (
-            Path(output_dir or Path(self.args.output_dir) / "model"),
-            whole_state(self.policy, self.accelerator),
-        )
+        path, model = Path(output_dir or Path(self.args.output_dir) / "model"), self.adapters or self.policy
+        state = whole_state(model, self.accelerator)
         if self.accelerator.is_main_process:
-            (self.adapters or self.policy).save_pretrained(path, safe_serialization=True, state_dict=state)
+            model.save_pretrained(path, safe_serialization=True, state_dict=state)
             self.tokenizer.save_pretrained(path)
         self.accelerator.wait_for_everyone()
 
@@ -313,7 +308,7 @@ class GRPOTrainer:
     def _draw_seed(self, step: int) -> int:
         return self.args.seed * 1_000_003 + step
 
-    def _sync(self, last: bool):
+    def synced(self, last: bool):
         """DDP reduces gradients in the last micro-batch of a window only; FSDP in each, to hold no whole gradient."""
         return nullcontext() if last or self.accelerator.is_fsdp2 else self.accelerator.no_sync(self.model)
 

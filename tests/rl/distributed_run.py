@@ -11,6 +11,7 @@ from moe_families import tiny_moe
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.rl.doctor import run_doctor
 from grpo_moe.rl.sharding import whole_state
 from grpo_moe.types import Completion
 
@@ -52,6 +53,7 @@ if __name__ == "__main__":
     folder, options = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
     engine, reward, family = None, share_of_letter, options.pop("family", None)
+    examines = options.pop("doctor", False)
     if options.pop("nothing_on_the_last_rank", False) and PartialState(cpu=True).process_index:
         reward = lambda prompts, **_: [0.0] * len(prompts)  # noqa: E731
     if options.pop("scripted", False):
@@ -69,6 +71,7 @@ if __name__ == "__main__":
     )  # fmt: skip
     rank = trainer.accelerator.process_index
     (folder / f"{rank}.pid").write_text(str(os.getpid()))
+    assert not examines or run_doctor(trainer) == 0
     summary = trainer.train()
     parameters = whole_state(trainer.policy, trainer.accelerator) or trainer.policy.state_dict()
     sharded = any(hasattr(p, "full_tensor") for p in trainer.policy.parameters())

@@ -172,3 +172,20 @@ def test_a_part_of_a_batch_can_be_saved(tmp_path):
     part = select(made_batch(), torch.tensor([2, 1]))
     capsule = load_capsule(save_capsule(tmp_path / "c", part, LossConfig(), step=0, reason=""))
     assert torch.equal(capsule.batch.advantages, part.advantages) and len(capsule.batch.input_ids) == 2
+
+
+def test_a_run_keeps_the_updates_that_it_is_asked_to_keep(tmp_path):
+    args = GRPOConfig(
+        output_dir=str(tmp_path), per_device_train_batch_size=4, num_generations=4, gradient_accumulation_steps=2,
+        max_completion_length=8, max_steps=4, use_cpu=True, show_progress=False, capsule_steps=2, num_iterations=2,
+        learning_rate=1e-2, log_completions=False,
+    )  # fmt: skip
+    run = GRPOTrainer(tiny_model(), share_of_letter, args, prompt_rows(8), processing_class=tokenizer())
+    run.train()
+    kept = sorted((tmp_path / "capsules").iterdir())
+    assert [path.name for path in kept] == ["update_000002_0.safetensors", "update_000004_0.safetensors"]
+    capsule = load_capsule(kept[0])
+    assert capsule.step == 2 and len(capsule.batch.input_ids) == 8  # both micro-batches
+    assert not torch.equal(capsule.current_logps, capsule.batch.old_logps)  # of the second pass
+    replay = replay_capsule(capsule, loss_type="cispo", epsilon_high=5.0)
+    assert replay.original.gradient_norm > 0 and 0 < replay.cosine < 1

@@ -10,16 +10,25 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
 from grpo_moe.rl.run_folder import list_checkpoints
 
 SCRIPT = Path(__file__).with_name("distributed_run.py")
-FSDP2 = {
-    "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_RESHARD_AFTER_FORWARD": "true", "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
-}  # fmt: skip
-KINDS = {"ddp": {}, "fsdp2": FSDP2}
+CONFIGS = SCRIPT.parents[2] / "recipes" / "accelerate"
+
+
+def environment_of(name):
+    """What ``accelerate launch --config_file`` would set for the processes, in full precision."""
+    parsed = launch_command_parser().parse_args(["--config_file", str(CONFIGS / name), "run.py"])
+    made = prepare_multi_gpu_env(_validate_launch_command(parsed)[0])
+    wanted = {k: v for k, v in made.items() if k.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_"))}
+    return {**wanted, "ACCELERATE_MIXED_PRECISION": "no"}
+
+
+KINDS = {"ddp": environment_of("ddp.yaml"), "fsdp2": environment_of("fsdp2.yaml")}
 COMPARED = {
     "reward", "loss", "grad_norm", "entropy", "completions/mean_length", "eval_reward", "routing/max_violation",
     "reward_faults/scripted_reward/exception",
@@ -94,7 +103,9 @@ def test_a_killed_process_ends_the_run_which_goes_on_with_any_number_of_processe
         "gradient_accumulation_steps": 1, "steps_per_generation": 4, "num_iterations": 2, "beta": 0.01,
         "max_completion_length": 8, "save_steps": 8, "save_total_limit": 9,
     }  # fmt: skip
-    whole, second = run(tmp_path / "whole", 2, KINDS[kind], max_steps=16, per_device_train_batch_size=4, **options)
+    whole, second = run(
+        tmp_path / "whole", 2, KINDS[kind], max_steps=16, per_device_train_batch_size=4, doctor=True, **options
+    )
     if kind == "ddp":
         assert_equal_parameters(whole["parameters"], second["parameters"], rtol=0, atol=0)
 
@@ -120,8 +131,8 @@ def test_a_killed_process_ends_the_run_which_goes_on_with_any_number_of_processe
 def test_hybrid_sharding_gives_the_update_of_one_process(tmp_path):
     options = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "max_completion_length": 8, "max_steps": 8}
     (alone,) = run(tmp_path / "one", 1, per_device_train_batch_size=8, **options)
-    sizes = {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
-    variables = {**FSDP2, **sizes, "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    variables = environment_of("fsdp2_hybrid.yaml")
+    variables |= {"PARALLELISM_CONFIG_DP_REPLICATE_SIZE": "2", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}
     first, *_ = run(tmp_path / "four", 4, variables, per_device_train_batch_size=2, **options)
     assert first["sharded"]
     assert_equal_parameters(first["parameters"], alone["parameters"], rtol=0, atol=1e-5)

@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from grpo_moe.rl.launch import requested_processes
@@ -17,3 +19,10 @@ from grpo_moe.rl.launch import requested_processes
 )
 def test_the_number_is_read_from_the_launchers_options(command, count):
     assert requested_processes(command.split(), "run.py") == count
+
+
+def test_the_number_is_read_from_the_launchers_file():
+    config = Path(__file__).parents[2] / "recipes" / "accelerate" / "cpu.yaml"
+    command = f"python /bin/accelerate launch --config_file {config}"
+    assert requested_processes([*command.split(), "run.py"], "run.py") == 2
+    assert requested_processes([*command.split(), "--num_processes=3", "run.py"], "run.py") == 3

@@ -11,6 +11,7 @@ from grpo_moe.adapters.coverage import unreached_adapters
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl.batch import select
 from grpo_moe.rl.metrics import Metrics
+from grpo_moe.rl.sharding import whole_tensor
 from grpo_moe.types import RolloutBatch
 
 from .sample import Check, Sample, listed
@@ -34,7 +35,7 @@ def check_gradients(sample: Sample, windows: Sequence) -> list[Check]:
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     wrong = {
         "no gradient": [*_without_gradient(named), *unreached_adapters(named.items())],
-        "not finite": [n for n, p in named.items() if p.grad is not None and not p.grad.isfinite().all()],
+        "not finite": [n for n, p in named.items() if not (p.grad is None or whole_tensor(p.grad).isfinite().all())],
         "gradient, but frozen": [n for n, p in named.items() if p.grad is not None and not p.requires_grad],
         "not in the optimiser": [n for n, p in named.items() if p.requires_grad and id(p) not in held],
     }
@@ -66,7 +67,7 @@ def _backward(sample: Sample, windows: Sequence) -> dict[int, torch.Tensor]:
         for number, rows in enumerate(window.micro_batches, start=1):
             part = select(sample.batch, rows)
             last = number == len(window.micro_batches)
-            with nullcontext() if last else trainer.accelerator.no_sync(trainer.model):
+            with trainer.synced(last):
                 with nullcontext([]) if replay is None else replay.record() as records:
                     loss = trainer.loss(part, window, Metrics())
                 trainer.accelerator.backward(loss * trainer.accelerator.num_processes)
@@ -87,7 +88,7 @@ def _predicting(batch: RolloutBatch) -> torch.Tensor:
 def _without_gradient(named: dict[str, torch.nn.Parameter]) -> list[str]:
     """Parameters of the model itself; adapters are judged by pairs."""
     trained = {name: p for name, p in named.items() if p.requires_grad and ".lora_" not in name}
-    return [name for name, p in trained.items() if p.grad is None or not p.grad.count_nonzero()]
+    return [name for name, p in trained.items() if p.grad is None or not whole_tensor(p.grad).count_nonzero()]
 
 
 def _expert_slices(named: dict[str, torch.nn.Parameter], load: dict[int, torch.Tensor]) -> tuple[list, list]:
@@ -97,7 +98,7 @@ def _expert_slices(named: dict[str, torch.nn.Parameter], load: dict[int, torch.T
         layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
         stacked = layer in load and ".experts." in name and ".lora_" not in name and len(p) == len(load[layer])
         if stacked and p.grad is not None:
-            moves = p.grad.flatten(1).count_nonzero(1) > 0
+            moves = whole_tensor(p.grad).flatten(1).count_nonzero(1) > 0
             skipped += [f"{name}[{e}]" for e in _places((load[layer] > 0) & ~moves)]
     return list(idle), skipped
 

@@ -1,0 +1,227 @@
+"""Bytes that a decoder block keeps for its backward pass, and holds for a moment, term by term of what its code saves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from .shapes import AttentionShape, BlockShape, ModelShape
+
+ATTENTIONS = ("eager", "sdpa", "flex", "masked_sdpa")
+"""Scores in memory; PyTorch's SDPA; FlexAttention; SDPA under a float mask [B, heads, T, S + 1] that holds the sinks."""
+LITE = "gptoss_lite"
+_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "minimax_m2")
+_NORM_IN_FP32 = (LITE, "gpt_oss")  # the others round the normalised rows before the weight
+
+
+@dataclass(frozen=True)
+class Compute:
+    """How a forward runs, which decides what is kept."""
+
+    hidden_bytes: int
+    """Of an element between blocks: 4 under autocast, whose norms and residuals stay fp32; else that of weights."""
+    operand_bytes: int
+    """Of an element in GEMMs and attention."""
+    casts: bool
+    """Autocast: every Linear keeps a rounded copy of its input of its own, and of its fp32 weight."""
+    attention: str
+    """Of ``ATTENTIONS``."""
+    experts: str = "fused"
+    """"fused" (kernels on a GPU) or "stacked" (PyTorch)."""
+    frozen: bool = False
+    """The weights of the model get no gradient: LoRA."""
+    lora_rank: int = 0
+    """Of adapters on the projections of attention; 0: none."""
+    padded: bool = False
+    """Rows of different lengths: SDPA then takes a mask, and keys and values repeated to all heads."""
+
+
+@dataclass(frozen=True)
+class BlockMemory:
+    """Bytes of one block at one micro-batch."""
+
+    saved: dict[str, int]
+    """Activations for the backward pass by kind: "norm", "attention", "router", "experts", "shared_experts",
+    "dense_mlp"."""
+    weight_copies: int
+    """Low-precision copies of fp32 weights, which autograd keeps with them."""
+    forward: int
+    """On top, at the worst moment of the forward pass."""
+    backward: int
+    """On top of what is saved, at the worst moment of the backward pass; gradients of parameters apart."""
+
+    @property
+    def total_saved(self) -> int:
+        return sum(self.saved.values())
+
+
+def block_memory(shape: ModelShape, block: BlockShape, batch: int, tokens: int, how: Compute) -> BlockMemory:
+    """What a block keeps and needs for ``batch`` rows of ``tokens`` tokens.
+
+    Each term names the operation that saves it; r is ``hidden_bytes``, c ``operand_bytes``, H the hidden size.
+
+    - norm: of each RMSNorm the input in fp32 (4H: under autocast the residual itself), the normalised rows for the
+      weight's gradient (4H, or rH in families that round first), one fp32 scale a row.
+    - inputs of projections: one copy each in c under autocast, which caches casts of weights and not of activations;
+      without autocast one tensor for all.
+    - attention: q, k, v as the kernel reads them, its output (which is o_proj's input) and fp32 logsumexp; with norms on
+      q and k these in fp32 and normalised. "eager" keeps the softmax [heads, T, S] in fp32 and in c, "flex" the output
+      before and after the factor of the sinks.
+    - router: fp32 probabilities [N, E], indices and weights of the top k.
+    - experts, fused (:mod:`grpo_moe.ops.moe.fused`): the rows as they come, pre-activations [N * K, 2I], int32 routing;
+      not the sorted rows, not the activations. "stacked" keeps rows, pre-activations and outputs of every pair.
+    - shared experts and dense MLPs: gate, silu(gate), up, their product.
+    """
+    rows = batch * tokens
+    saved: dict[str, float] = dict.fromkeys(
+        ("norm", "attention", "router", "experts", "shared_experts", "dense_mlp"), 0.0
+    )
+    forward = backward = 0.0
+    if block.attention is not None:
+        saved["norm"] += rows * _norm(shape.hidden_size, how, shape.model_type)
+        saved["attention"] = rows * _attention(shape, block.attention, tokens, how)
+        forward, backward = (rows * x for x in _attention_moments(block.attention, tokens, how))
+    if block.mlp is not None:
+        saved["norm"] += rows * _norm(shape.hidden_size, how, shape.model_type)
+        mlp, moments = _mlp(shape, block, rows, how)
+        saved |= {kind: rows * count for kind, count in mlp.items()}
+        forward, backward = max(forward, moments[0]), max(backward, moments[1])
+    residual = rows * shape.hidden_size * how.hidden_bytes
+    return BlockMemory(
+        {kind: round(count) for kind, count in saved.items()},
+        _weight_copies(shape, block, how),
+        round(forward + 2 * residual),  # in and out
+        round(backward + 2 * residual),  # gradients of both
+    )
+
+
+def outside_memory(shape: ModelShape, batch: int, tokens: int, how: Compute) -> int:
+    """Bytes that the embedding (its indices), rotary tables, masks and the final norm keep."""
+    attentions = [x.attention for x in shape.blocks if x.attention is not None]
+    dim = max((x.head_dim for x in attentions), default=0)
+    rows = batch * tokens
+    tables, mask = 2 * dim * how.hidden_bytes, 0
+    if shape.model_type == LITE:
+        tables, mask = 4 * dim * 2, 2 * tokens  # cos, sin of half a head in fp32, and a bool mask, by kind of layer
+    elif shape.model_type == "gpt_oss":
+        tables //= 2
+    return round(rows * (_norm(shape.hidden_size, how, shape.model_type) + 8 + tables + mask))
+
+
+def _norm(width: int, how: Compute, model_type: str) -> float:
+    """Bytes a row of an RMSNorm over the residual stream."""
+    kept = 4 * width + 4
+    if model_type == LITE and how.hidden_bytes < 4:
+        kept += how.hidden_bytes * width  # the input itself beside its fp32 copy
+    if not how.frozen:
+        kept += (4 if model_type in _NORM_IN_FP32 else how.hidden_bytes) * width
+    return kept
+
+
+def _inputs(users: int, width: int, how: Compute) -> float:
+    """Bytes a row of the input that ``users`` projections share."""
+    if how.frozen:
+        return 0
+    return users * width * how.operand_bytes if how.casts else width * how.hidden_bytes
+
+
+def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: Compute) -> float:
+    c, heads = how.operand_bytes, attention.heads
+    query, key = heads * attention.head_dim, attention.kv_heads * attention.head_dim
+    value, out = attention.kv_heads * attention.value_dim, heads * attention.value_dim
+    lite = shape.model_type == LITE
+    kept = _inputs(2 if lite else 3, shape.hidden_size, how)
+    if how.lora_rank:
+        widths = [shape.hidden_size] * (2 if lite else 3) + [out]
+        kept += sum(width + how.lora_rank for width in widths) * c
+    if shape.model_type in _QK_NORM:  # the weights of both are small, and train or not as the others
+        kept += (query + key) * (4 + (0 if how.frozen else c)) + 4 * (heads + attention.kv_heads)
+    if attention.kind == "linear":
+        return kept + c * (query + key + 3 * value + out)
+    repeated = query + out  # keys and values of all heads
+    if how.attention == "eager" and lite:
+        return kept + c * (query + key + value + out) + heads * (4 * (tokens + 1) + c * tokens) + tokens
+    if how.attention == "eager":
+        sinks = shape.model_type == "gpt_oss"
+        columns = heads * (4 * (tokens + sinks) + (c * tokens if sinks or c < 4 else 0) + 8 * sinks)
+        return kept + c * (query + repeated + out) + columns
+    if how.attention == "flex":
+        sinks = c * out + 4 * heads if shape.model_type == "gpt_oss" else 0
+        return kept + c * (query + key + value + out) + 4 * heads + sinks
+    if how.attention == "masked_sdpa":
+        return kept + c * (query + repeated + out) + 4 * heads + c * heads * (tokens + 1)
+    return kept + c * (query + (repeated if how.padded else key + value) + out) + 4 * heads
+
+
+def _attention_moments(attention: AttentionShape, tokens: int, how: Compute) -> tuple[float, float]:
+    """Bytes a row at the worst moments of forward and backward: with scores in memory several copies of them."""
+    c, width = how.operand_bytes, attention.heads * (attention.head_dim + attention.value_dim)
+    if how.attention == "eager":  # masked scores and the same with the sink's column; their gradients
+        return attention.heads * tokens * 8, attention.heads * tokens * (8 + c) + c * width
+    mask = 2 * c * attention.heads * tokens if how.attention == "masked_sdpa" else 0
+    return c * width + mask, 2 * c * width + mask
+
+
+def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple[dict[str, float], tuple[float, float]]:
+    """Bytes a row by kind, and bytes at the worst moments of forward and backward."""
+    mlp, hidden, c = block.mlp, shape.hidden_size, how.operand_bytes
+    gates = 2 if mlp.gated else 1
+    trained = 0 if how.frozen else 1
+    dense = mlp.shared_intermediate_size if mlp.num_experts else mlp.intermediate_size
+    kept = {"shared_experts" if mlp.num_experts else "dense_mlp": dense * c * (2 * gates - 1 + trained)}
+    if not mlp.num_experts:
+        kept["dense_mlp"] += _inputs(gates, hidden, how)
+        moment = rows * c * (3 * dense + hidden)
+        return kept, (moment, moment)
+    lite, top_k, width = shape.model_type == LITE, mlp.top_k, gates * mlp.intermediate_size
+    users = (not lite) + (gates if dense else 0)
+    if how.casts:
+        kept["router"] = _inputs(1, hidden, how) if not lite else 4 * hidden * trained
+        kept["shared_experts"] += _inputs(users - (not lite), hidden, how)
+        own = hidden * c if how.experts == "fused" else 0
+    else:
+        kept["router"] = 4 * hidden * trained if lite and how.hidden_bytes < 4 else 0
+        own = hidden * how.hidden_bytes
+    kept["router"] += 4 * mlp.num_experts + 12 * top_k
+    pairs = rows * top_k
+    if how.experts == "stacked":
+        outputs = 2 * hidden if not how.frozen else hidden
+        kept["experts"] = own + top_k * (c * (outputs + width + (1 + trained) * mlp.intermediate_size) + 24)
+    else:
+        kept["experts"] = own + top_k * (c * width + 24)
+    inner, weights = mlp.intermediate_size, c * block.parameters["experts"] * trained
+    forward = c * pairs * (hidden + inner)
+    # sorted gradients, those of the activations and pre-activations, weighted activations; then the down projection's
+    # gradient beside them; then both weights' gradients beside the slots of the rows' gradient
+    backward = max(
+        c * pairs * (hidden + width + inner * (1 + trained)),
+        c * pairs * (hidden + width + inner * trained) + weights // 3,
+        c * pairs * (hidden + width) + weights,
+    )
+    return kept, (forward, backward)
+
+
+def _weight_copies(shape: ModelShape, block: BlockShape, how: Compute) -> int:
+    if not how.casts:
+        return 0
+    linear = sum(block.multiply_adds[kind] for kind in ("attention", "shared_experts", "dense_mlp"))
+    router = 0 if shape.model_type == LITE else block.multiply_adds["router"]
+    return how.operand_bytes * (linear + router + block.parameters["experts"])
+
+
+def kv_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:
+    """Keys and values of one sequence in the rollout: a ring of the window in windowed layers.
+
+    Source: :func:`grpo_moe.ops.attention.kv_cache.bytes_per_row`.
+    """
+    total = 0
+    for block in shape.blocks:
+        attention = block.attention
+        if attention is None:
+            continue
+        if attention.kind == "linear":  # a state, however many tokens
+            total += attention.heads * attention.head_dim * attention.value_dim * 4
+            continue
+        slots = min(attention.window or inf, tokens)
+        total += int(slots) * attention.kv_heads * (attention.head_dim + attention.value_dim) * element_bytes
+    return total

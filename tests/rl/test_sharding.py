@@ -1,0 +1,61 @@
+"""What may be asked of FSDP2, and models that are whole."""
+
+import pytest
+import torch
+from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.rl.sharding import sharding_plugin, whole_parameters
+
+FSDP2 = {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    def launch(**variables):
+        for name, value in {**FSDP2, **variables}.items():
+            monkeypatch.setenv(name, value)
+
+    return launch
+
+
+def test_bf16_is_for_gathered_parameters_alone(launched):
+    assert sharding_plugin(None) is None
+    launched()
+    assert sharding_plugin(None).mixed_precision_policy is None
+    expected = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    assert sharding_plugin("bf16").mixed_precision_policy == expected
+    launched(ACCELERATE_MIXED_PRECISION="bf16")
+    assert sharding_plugin(None).mixed_precision_policy == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("FSDP_VERSION", "1", "fsdp_version must be 2, got 1"),
+        ("FSDP_AUTO_WRAP_POLICY", "SIZE_BASED_WRAP", "fsdp_auto_wrap_policy must be TRANSFORMER_BASED_WRAP, got"),
+        ("FSDP_ACTIVATION_CHECKPOINTING", "true", "must be false, got True; use gradient_checkpointing=True"),
+        ("FSDP_OFFLOAD_PARAMS", "true", "fsdp_offload_params must be false, got True"),
+    ],
+)
+def test_what_is_not_supported_is_refused_by_name(launched, name, value, message):
+    launched(**{name: value})
+    with pytest.raises(ValueError, match=message):
+        sharding_plugin(None)
+
+
+def test_deepspeed_is_refused_with_what_to_use(monkeypatch, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    args = GRPOConfig(output_dir=str(tmp_path), num_generations=4, use_cpu=True)
+    with pytest.raises(ValueError, match="distributed_type must not be DEEPSPEED.*recipes/accelerate/fsdp2.yaml"):
+        GRPOTrainer(tiny_model(), share_of_letter, args, prompt_rows(4), processing_class=tokenizer())
+
+
+def test_a_model_that_is_whole_stays_as_it_is():
+    model = torch.nn.Linear(2, 2)
+    model.register_forward_hook(lambda *args: None)
+    before = dict(model._forward_hooks)
+    with whole_parameters(model):
+        assert model._forward_hooks == before
+    assert model._forward_hooks == before
