@@ -200,7 +200,8 @@ def check_head(model) -> None:
     device, vocabulary = model.device, model.config.get_text_config().vocab_size
     ids = torch.arange(1, 5, device=device)[None] % vocabulary
     ours = _logps_of_rows(model, ids, [ids.shape[1]], padding_free=False)
-    logits = model(input_ids=ids, use_cache=False).logits[:, :-1, :vocabulary].to(ours.dtype)
+    same = {"attention_mask": torch.ones_like(ids), "use_cache": False}  # attention rounds otherwise without a mask
+    logits = model(input_ids=ids, **same).logits[:, :-1, :vocabulary].to(ours.dtype)
     theirs = logits.log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
     if not _close(model, ours, theirs):
         raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import inf
 
-from .shapes import AttentionShape, BlockShape, ModelShape
+from .shapes import AttentionShape, BlockShape, MLPShape, ModelShape
 
 ATTENTIONS = ("eager", "sdpa", "flex", "masked_sdpa")
 """Scores in memory; PyTorch's SDPA; FlexAttention; SDPA under a float mask [B, heads, T, S + 1] that holds the sinks."""
@@ -96,19 +96,19 @@ def block_memory(shape: ModelShape, block: BlockShape, batch: int, tokens: int, 
 
 
 def outside_memory(shape: ModelShape, batch: int, tokens: int, how: Compute) -> int:
-    """Bytes that the embedding (its indices), rotary tables, masks and the final norm keep."""
+    """Bytes that the embedding (its indices), rotary tables and the final norm keep."""
     attentions = [x.attention for x in shape.blocks if x.attention is not None]
     dim = max((x.head_dim for x in attentions), default=0)
     rows = batch * tokens
-    tables, mask = 2 * dim * how.hidden_bytes, 0
+    tables = tokens * 2 * dim * how.hidden_bytes
     if shape.model_type == LITE:
-        tables, mask = 4 * dim * 2, 2 * tokens  # cos, sin of half a head in fp32, and a bool mask, by kind of layer
+        tables = rows * 8 * dim  # by row and kind of layer, of half a head in fp32
     elif shape.model_type == "gpt_oss":
         tables //= 2
-    return round(rows * (_norm(shape.hidden_size, how, shape.model_type) + 8 + tables + mask))
+    return rows * (_norm(shape.hidden_size, how, shape.model_type) + 8) + tables
 
 
-def _norm(width: int, how: Compute, model_type: str) -> float:
+def _norm(width: int, how: Compute, model_type: str) -> int:
     """Bytes a row of an RMSNorm over the residual stream."""
     kept = 4 * width + 4
     if model_type == LITE and how.hidden_bytes < 4:
@@ -139,12 +139,12 @@ def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: C
     if attention.kind == "linear":
         return kept + c * (query + key + 3 * value + out)
     repeated = query + out  # keys and values of all heads
-    if how.attention == "eager" and lite:
-        return kept + c * (query + key + value + out) + heads * (4 * (tokens + 1) + c * tokens) + tokens
     if how.attention == "eager":
-        sinks = shape.model_type == "gpt_oss"
-        columns = heads * (4 * (tokens + sinks) + (c * tokens if sinks or c < 4 else 0) + 8 * sinks)
-        return kept + c * (query + repeated + out) + columns
+        sink = shape.model_type in (LITE, "gpt_oss")
+        columns = heads * (4 * (tokens + sink) + (c * tokens if c < 4 else 0))  # the softmax, and rounded
+        if lite:
+            return kept + c * (query + key + value + out) + columns + tokens  # a bool mask
+        return kept + c * (query + repeated + out) + columns + 8 * heads * sink  # where the maximum is
     if how.attention == "flex":
         sinks = c * out + 4 * heads if shape.model_type == "gpt_oss" else 0
         return kept + c * (query + key + value + out) + 4 * heads + sinks
@@ -185,8 +185,7 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
     kept["router"] += 4 * mlp.num_experts + 12 * top_k
     pairs = rows * top_k
     if how.experts == "stacked":
-        outputs = 2 * hidden if not how.frozen else hidden
-        kept["experts"] = own + top_k * (c * (outputs + width + (1 + trained) * mlp.intermediate_size) + 24)
+        kept["experts"] = own + top_k * _stacked(shape, mlp, how)
     else:
         kept["experts"] = own + top_k * (c * width + 24)
     inner, weights = mlp.intermediate_size, c * block.parameters["experts"] * trained
@@ -199,6 +198,16 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
         c * pairs * (hidden + width) + weights,
     )
     return kept, (forward, backward)
+
+
+def _stacked(shape: ModelShape, mlp: MLPShape, how: Compute) -> float:
+    """Bytes a pair of token and expert of the PyTorch loop: rows, projections, activations, outputs, weighted outputs."""
+    hidden, inner, c = shape.hidden_size, mlp.intermediate_size, how.operand_bytes
+    biased = shape.model_type == "gpt_oss"
+    gate = how.hidden_bytes if biased else c  # adding a bias of its own dtype
+    weighted = how.hidden_bytes if biased or shape.model_type == LITE else c
+    acts = (6 if biased else 3) * inner * gate + inner * c * (not how.frozen)
+    return hidden * (c * (not how.frozen) + gate + weighted) + acts + 20
 
 
 def _weight_copies(shape: ModelShape, block: BlockShape, how: Compute) -> int:
