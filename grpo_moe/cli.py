@@ -1,20 +1,25 @@
-"""The command grpo-moe: a run as a page, a recipe examined before it runs, a failed step replayed by another loss."""
+"""The command grpo-moe: a run planned, a recipe examined, a run as a page, a failed step replayed by another loss."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import os
 import runpy
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from grpo_moe.rl.config import GRPOConfig
 
 # modules of the library are imported by the command that needs them: --help must not wait for torch
 
 _COMMANDS_HELP = """\
 commands:
+  plan --model M --gpus 8xH200 [...] memory and FLOPs of a step before a GPU is rented; exit code 1 if it does not fit
   report RUN [--out FILE]            one self-contained HTML page of a run folder
   doctor RECIPE [ARGUMENTS ...]      examine what a recipe would train, instead of training; exit code 1 on a fault
   replay CAPSULE [--OPTION VALUE]    loss and gradient of a kept step, under other options of the loss
@@ -24,7 +29,7 @@ grpo-moe COMMAND --help says more.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 for a fault that the doctor found, or 2 for wrong arguments or files."""
+    """Runs one command; returns 0, 1 for what the doctor faults or a plan that does not fit, 2 for wrong input."""
     parser = argparse.ArgumentParser(
         prog="grpo-moe", epilog=_COMMANDS_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -48,6 +53,162 @@ class _OneLineParser(argparse.ArgumentParser):
 def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
     """What follows, which may be nothing; Python 3.11 says that something is required."""
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=text).required = False
+
+
+def _plan(argv: list[str]) -> int:
+    from transformers import HfArgumentParser
+
+    from grpo_moe.planning import SHARDINGS
+    from grpo_moe.rl.config import GRPOConfig
+
+    class Parser(_OneLineParser, HfArgumentParser):
+        """Own options and those of GRPOConfig."""
+
+    parser = Parser(
+        GRPOConfig,
+        prog="grpo-moe plan",
+        allow_abbrev=False,
+        description="Memory of a step by phase and category, whether it fits, and what would. Takes every option of "
+        "GRPOConfig; batch sizes are those of one process, one on each GPU.",
+    )
+    parser.add_argument("--model", required=True, help="gptoss-lite, qwen3-30b-a3b, ..., or a folder with config.json")
+    parser.add_argument("--gpus", required=True, help="number and kind: H200, 8xH100, 2xA100-80, ...")
+    parser.add_argument("--sharding", choices=SHARDINGS, help="none on one GPU, ddp on several by default")
+    parser.add_argument("--prompt_tokens", type=int, default=256, help="of the longest prompt")
+    parser.add_argument(
+        "--lora_r", type=int, default=0, help="adapters of this rank on attention; 0: everything trains"
+    )
+    parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32", help="dtype that the model is loaded in")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    given = vars(parser.parse_args(argv))
+    own = {
+        name: given.pop(name) for name in ("model", "gpus", "sharding", "prompt_tokens", "lora_r", "weights", "json")
+    }
+    report = _plan_report(GRPOConfig(**given), **own)
+    print(json.dumps(report, indent=2) if own["json"] else _plan_table(report))
+    return 0 if report["fits"] else 1
+
+
+def _plan_report(args: GRPOConfig, *, model, gpus, sharding, prompt_tokens, lora_r, weights, **_) -> dict[str, Any]:
+    """Everything that ``grpo-moe plan`` says; memory in GiB on each GPU."""
+    from grpo_moe import planning
+
+    num_gpus, gpu = planning.parse_gpus(gpus)
+    sharding = sharding or ("none" if num_gpus == 1 else "ddp")
+    config = _config_of(model)
+    shape = planning.ModelShape.from_config(config)
+    run = planning.RunShape(
+        micro_batch=args.per_device_train_batch_size,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=args.max_completion_length,
+        prompts_per_rollout=args.prompts_per_rollout,
+        num_generations=args.num_generations,
+        accumulates=args.gradient_accumulation_steps > 1,
+        old_logps=args.updates_per_rollout > 1 or args.router_aux_loss_coef > 0,
+        reference=args.beta > 0,
+        checkpoint_period=getattr(config, "grad_ckpt_every", 1) if args.gradient_checkpointing else None,
+        padding_free=args.padding_free,
+        bf16=args.bf16,
+        weight_bytes=4 if weights == "fp32" else 2,
+        lora_rank=lora_r,
+        routes=args.routing_replay == "R3",
+        experts="stacked" if getattr(config, "moe_dispatch", None) == "stacked" else "fused",
+    )
+    where = (gpu, num_gpus, sharding)
+    plan = planning.plan_memory(shape, run, *where)
+    flops = planning.grpo_step_flops(
+        shape,
+        num_sequences=args.prompts_per_rollout * args.num_generations * num_gpus,
+        num_generations=args.num_generations,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=args.max_completion_length,
+        num_iterations=args.num_iterations,
+        old_logps=run.old_logps,
+        reference=run.reference,
+        checkpoint_period=run.checkpoint_period,
+        frozen=lora_r > 0,
+    )
+    try:
+        period = planning.choose_checkpointing(shape, run, *where)
+        checkpointing = "none needed" if period is None else f"every {period} blocks" if period > 1 else "every block"
+    except ValueError:
+        checkpointing = "does not fit with every block checkpointed either"
+    others = ("none",) if num_gpus == 1 else ("ddp", "fsdp2")
+    gib = 2**30
+    return {
+        "model": model,
+        "parameters": shape.total_parameters,
+        "gpu": gpu.name,
+        "num_gpus": num_gpus,
+        "sharding": sharding,
+        "capacity_gib": plan.capacity_bytes / gib,
+        "phases_gib": {phase: {name: x / gib for name, x in own.items()} for phase, own in plan.phases.items()},
+        "peak_phase": plan.peak_phase,
+        "peak_gib": plan.peak_bytes / gib,
+        "fits": plan.fits,
+        "rollout_rows": [plan.rollout_rows, plan.wanted_rows],
+        "largest_micro_batch": planning.largest_micro_batch(shape, run, *where),
+        "largest_completion": planning.largest_completion(
+            shape, run, *where, limit=_most_tokens(config, prompt_tokens)
+        ),
+        "checkpointing": checkpointing,
+        "shardings_that_fit": [x for x in others if planning.plan_memory(shape, run, gpu, num_gpus, x).fits],
+        "flops": flops,
+        "seconds_at_mfu_0.4": sum(flops.values()) / (0.4 * gpu.peak_flops * num_gpus),
+    }
+
+
+def _config_of(model: str) -> Any:
+    """Of a folder, or of a published model by name."""
+    import grpo_moe  # noqa: F401  registers GPT-OSS-Lite
+    from grpo_moe.planning import preset_config
+
+    if not Path(model).is_dir():
+        return preset_config(model)
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model)
+    except Exception as error:  # of many kinds: no file, damaged, unknown architecture
+        raise ValueError(f"model must be a folder with config.json, got {model}: {error}") from error
+
+
+def _most_tokens(config: Any, prompt_tokens: int) -> int:
+    """Of a completion in the model's context."""
+    return max(1, (getattr(config.get_text_config(), "max_position_embeddings", None) or 2**17) - prompt_tokens)
+
+
+def _plan_table(report: dict[str, Any]) -> str:
+    phases = report["phases_gib"]
+    names = sorted({name for own in phases.values() for name in own}, key=lambda name: -max(
+        own.get(name, 0) for own in phases.values()
+    ))  # fmt: skip
+    where = f"{report['num_gpus']}x{report['gpu']} ({report['capacity_gib']:.1f} GiB each), {report['sharding']}"
+    lines = [f"{report['model']}, {report['parameters'] / 1e9:.2f}B parameters, on {where}; GiB on each GPU", ""]
+    lines.append(f"{'':22}" + "".join(f"{phase:>18}" for phase in phases))
+    for name in names:
+        cells = (own.get(name) for own in phases.values())
+        lines.append(f"{name:22}" + "".join(f"{'-' if x is None else f'{x:.2f}':>18}" for x in cells))
+    lines.append(f"{'total':22}" + "".join(f"{sum(own.values()):>18.2f}" for own in phases.values()))
+    spare = report["capacity_gib"] - report["peak_gib"]
+    verdict = f"fits, {spare:.1f} GiB to spare" if spare >= 0 else f"does not fit: {-spare:.1f} GiB too much"
+    if spare >= 0 and not report["fits"]:
+        verdict = "does not fit: no room for the keys and values of one sequence"
+    rows, wanted = report["rollout_rows"]
+    completion = report["largest_completion"]
+    fitting = ", ".join(report["shardings_that_fit"]) or "none of those that the trainer runs"
+    flops = "  ".join(f"{phase} {count:.2e}" for phase, count in report["flops"].items() if count)
+    lines += [
+        "",
+        f"{verdict}; peak {report['peak_gib']:.1f} GiB in {report['peak_phase']}",
+        f"rollout: {rows} of {wanted} sequences at once",
+        f"largest micro-batch that fits: {report['largest_micro_batch'] or 'none'}; longest completion: "
+        f"{f'{completion} tokens' if completion else 'none'}",
+        f"gradient checkpointing: {report['checkpointing']}; sharding that fits: {fitting}",
+        f"FLOPs of a step on all GPUs: {flops}",
+        f"estimate: {report['seconds_at_mfu_0.4']:.3g} s a step at 40 % MFU throughout; decoding is slower than that",
+    ]
+    return "\n".join(lines)
 
 
 def _report(argv: list[str]) -> int:
@@ -105,7 +266,12 @@ def _replay(argv: list[str]) -> int:
     return 0
 
 
-_COMMANDS: dict[str, Callable[[list[str]], int]] = {"report": _report, "doctor": _doctor, "replay": _replay}
+_COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "plan": _plan,
+    "report": _report,
+    "doctor": _doctor,
+    "replay": _replay,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

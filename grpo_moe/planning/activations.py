@@ -1,4 +1,4 @@
-"""Bytes that a decoder block keeps for its backward pass, and holds for a moment, term by term of what its code saves."""
+"""Bytes that a block keeps for its backward pass, and holds for a moment: term by term of what its code saves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from math import inf
 from .shapes import AttentionShape, BlockShape, MLPShape, ModelShape
 
 ATTENTIONS = ("eager", "sdpa", "flex", "masked_sdpa")
-"""Scores in memory; PyTorch's SDPA; FlexAttention; SDPA under a float mask [B, heads, T, S + 1] that holds the sinks."""
+"""Scores in memory; PyTorch's SDPA; FlexAttention; SDPA under a float mask [B, heads, T, S + 1] with the sinks."""
 LITE = "gptoss_lite"
 _QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "minimax_m2")
 _NORM_IN_FP32 = (LITE, "gpt_oss")  # the others round the normalised rows before the weight
@@ -64,9 +64,9 @@ def block_memory(shape: ModelShape, block: BlockShape, batch: int, tokens: int, 
       weight's gradient (4H, or rH in families that round first), one fp32 scale a row.
     - inputs of projections: one copy each in c under autocast, which caches casts of weights and not of activations;
       without autocast one tensor for all.
-    - attention: q, k, v as the kernel reads them, its output (which is o_proj's input) and fp32 logsumexp; with norms on
-      q and k these in fp32 and normalised. "eager" keeps the softmax [heads, T, S] in fp32 and in c, "flex" the output
-      before and after the factor of the sinks.
+    - attention: q, k, v as the kernel reads them, its output (which is o_proj's input) and fp32 logsumexp; with norms
+      on q and k these in fp32 and normalised. "eager" keeps the softmax [heads, T, S] in fp32 and in c, "flex" the
+      output before and after the factor of the sinks.
     - router: fp32 probabilities [N, E], indices and weights of the top k.
     - experts, fused (:mod:`grpo_moe.ops.moe.fused`): the rows as they come, pre-activations [N * K, 2I], int32 routing;
       not the sorted rows, not the activations. "stacked" keeps rows, pre-activations and outputs of every pair.
@@ -132,8 +132,10 @@ def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: C
     lite = shape.model_type == LITE
     kept = _inputs(2 if lite else 3, shape.hidden_size, how)
     if how.lora_rank:
-        widths = [shape.hidden_size] * (2 if lite else 3) + [out]
-        kept += sum(width + how.lora_rank for width in widths) * c
+        users = 2 if lite else 3
+        # of o_proj the input is there already, unless it is rounded anew
+        own = c * (users * shape.hidden_size + out) if how.casts else how.hidden_bytes * shape.hidden_size
+        kept += own + c * (users + 1) * how.lora_rank
     if shape.model_type in _QK_NORM:  # the weights of both are small, and train or not as the others
         kept += (query + key) * (4 + (0 if how.frozen else c)) + 4 * (heads + attention.kv_heads)
     if attention.kind == "linear":
@@ -141,7 +143,8 @@ def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: C
     repeated = query + out  # keys and values of all heads
     if how.attention == "eager":
         sink = shape.model_type in (LITE, "gpt_oss")
-        columns = heads * (4 * (tokens + sink) + (c * tokens if c < 4 else 0))  # the softmax, and rounded
+        wide = how.hidden_bytes if shape.model_type == "gpt_oss" else 4  # its softmax stays in the dtype of the sinks
+        columns = heads * (wide * (tokens + sink) + (c * tokens if c < wide else 0))  # and rounded
         if lite:
             return kept + c * (query + key + value + out) + columns + tokens  # a bool mask
         return kept + c * (query + repeated + out) + columns + 8 * heads * sink  # where the maximum is
@@ -181,8 +184,9 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
         own = hidden * c if how.experts == "fused" else 0
     else:
         kept["router"] = 4 * hidden * trained if lite and how.hidden_bytes < 4 else 0
-        own = hidden * how.hidden_bytes
-    kept["router"] += 4 * mlp.num_experts + 12 * top_k
+        own = hidden * how.hidden_bytes if trained or how.experts == "fused" else 0
+    probabilities = top_k if shape.model_type == "gpt_oss" else mlp.num_experts  # its softmax is over the chosen
+    kept["router"] += 4 * probabilities + 12 * top_k
     pairs = rows * top_k
     if how.experts == "stacked":
         kept["experts"] = own + top_k * _stacked(shape, mlp, how)
@@ -201,7 +205,7 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
 
 
 def _stacked(shape: ModelShape, mlp: MLPShape, how: Compute) -> float:
-    """Bytes a pair of token and expert of the PyTorch loop: rows, projections, activations, outputs, weighted outputs."""
+    """Bytes of a pair of token and expert in PyTorch: its row, projections, activations, output, weighted output."""
     hidden, inner, c = shape.hidden_size, mlp.intermediate_size, how.operand_bytes
     biased = shape.model_type == "gpt_oss"
     gate = how.hidden_bytes if biased else c  # adding a bias of its own dtype
@@ -234,3 +238,15 @@ def kv_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:
         slots = min(attention.window or inf, tokens)
         total += int(slots) * attention.kv_heads * (attention.head_dim + attention.value_dim) * element_bytes
     return total
+
+
+def lora_parameters(shape: ModelShape, rank: int) -> int:
+    """Of adapters on every projection of attention: rank * (inputs + outputs)."""
+    count = 0
+    for block in shape.blocks if rank else ():
+        a = block.attention
+        if a is not None:
+            query, key, value = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim
+            inputs = (2 if shape.model_type == LITE else 3) * shape.hidden_size
+            count += rank * (inputs + query + key + value + a.heads * a.value_dim + shape.hidden_size)
+    return count

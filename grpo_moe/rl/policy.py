@@ -63,14 +63,13 @@ class Policy:
             raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
         optimizer, self.scheduler = self._optimizers(optimizers)
         accelerator.register_for_checkpointing(self.scheduler)  # prepared, it would be stepped once a process
+        if not accelerator.is_fsdp2:
+            self._examine()
         self.wrapped, self.optimizer = accelerator.prepare(model, optimizer)
         if self.reference is not None and adapters is None:
             self.reference = shard_frozen(self.reference, accelerator)
-        check_head(model)
-        check_sinks(model)
-        if args.padding_free:
-            check_padding_free(model)
-        self.routing.find_rules()
+        if accelerator.is_fsdp2:  # no process need have held the whole model before
+            self._examine()
         if args.gradient_checkpointing or checkpointed_modules(model):  # renamed in transformers 5.24
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(self.routing.checkpointing_kwargs)
@@ -134,6 +133,14 @@ class Policy:
                 "take them out of target_modules and target_parameters"
             )
         self._adapters_reached = True
+
+    def _examine(self) -> None:
+        """Finds out by forwards, of parameters in their own precision, what the model does."""
+        check_head(self.model)
+        check_sinks(self.model)
+        if self.args.padding_free:
+            check_padding_free(self.model)
+        self.routing.find_rules()
 
     def _check_moving_reference(self) -> None:
         if not self.args.sync_ref_model:
