@@ -1,17 +1,22 @@
 """Whole steps of GRPOTrainer on published shapes with random weights: seconds by phase and peak memory, on 1..n GPUs.
 
-    python benchmark/grpo_step.py --out results.jsonl [--shapes qwen3 gptoss_lite] [--steps 4]
+    python benchmark/grpo_step.py --out results.jsonl [--shapes qwen3 gptoss_lite] [--every 0 3 1]
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 benchmark/grpo_step.py --out FILE
 
 Every process takes the same number of prompts however many there are (weak scaling): the efficiency of n GPUs is the
 seconds of one over those of n. Completions run to their full length, since random weights hardly ever sample EOS.
 Rollout (NativeEngine), old log-probabilities, update with AdamW on fp32 master weights and clipping, in bf16 autocast
 or FSDP2's bf16 parameters. seconds_* are medians over the steps after the first, peak_gib the most that the allocator
-held in each phase on the main process, all weights included. The shapes have 4 layers unless their name says more.
+held in each phase on the main process, all weights included; gradient_checkpointing is the period of the wrapped
+blocks, 0 without. Models with sinks run "grpo_moe_sinks" (FlexAttention). The shapes have 4 layers unless their name
+says more. --random_rollouts leaves the engine out: random tokens instead, for the update alone.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
+import itertools
 import os
 import shutil
 import statistics
@@ -28,6 +33,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 from grpo_moe import GptOssLiteConfig, GRPOConfig, GRPOTrainer
 from grpo_moe.data import character_tokenizer
 from grpo_moe.rl.metrics import PhaseTimer
+from grpo_moe.types import Completion
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LITE = {"moe_dispatch": "fused", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -66,6 +72,22 @@ class PeakTimer(PhaseTimer):
             self.peak_bytes[phase] = max(self.peak_bytes.get(phase, 0), torch.cuda.max_memory_allocated())
 
 
+class RandomEngine:
+    """Random tokens of full length, at once."""
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def generate(self, prompts, sampling):
+        length = sampling.max_new_tokens
+        shape = (len(prompts), sampling.num_generations, length)
+        ids = torch.randint(3, self.vocab_size, shape).tolist()
+        return [[Completion(tuple(row), (-10.0,) * length, "length") for row in group] for group in ids]
+
+    def sync_weights(self, model):
+        pass
+
+
 def reward(prompts, completions, completion_ids, **columns):
     """Anything with a spread in each group."""
     return [float(zlib.crc32(repr(ids).encode()) % 2) for ids in completion_ids]
@@ -74,11 +96,13 @@ def reward(prompts, completions, completion_ids, **columns):
 def make_trainer(name: str, options, folder: str) -> GRPOTrainer:
     torch.manual_seed(0)
     on_gpu = torch.cuda.is_available()
+    config = copy.deepcopy(SHAPES[name])
+    config.grad_ckpt_every = max(options.every, 1)
     with torch.device("cuda" if on_gpu and options.build_on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(SHAPES[name], dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if hasattr(model, "set_experts_implementation") and "lite" not in name:
         model.set_experts_implementation("grpo_moe")
-    if SHAPES[name].model_type == "gpt_oss":
+    if "gpt" in name and on_gpu:  # those with sinks
         model.set_attn_implementation("grpo_moe_sinks")
     args = GRPOConfig(
         output_dir=folder, max_steps=options.steps, bf16=on_gpu, use_cpu=not on_gpu, save_steps=None,
@@ -96,8 +120,10 @@ def make_trainer(name: str, options, folder: str) -> GRPOTrainer:
         from peft import LoraConfig
 
         peft_config = LoraConfig(r=options.lora, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    engine = RandomEngine(config.vocab_size) if options.random_rollouts else None
+    tokenizer = character_tokenizer(LETTERS + " ")
     trainer = GRPOTrainer(
-        model, reward, args, rows, processing_class=character_tokenizer(LETTERS + " "), peft_config=peft_config
+        model, reward, args, rows, processing_class=tokenizer, peft_config=peft_config, rollout_engine=engine
     )
     trainer.timer = trainer.collector.timer = PeakTimer()
     return trainer
@@ -121,11 +147,21 @@ def measure(name: str, options) -> dict:
         "op": "grpo_step", "impl": kind, "shape": name, "world": accelerator.num_processes, **seconds, **peaks,
         "completion_tokens_per_process": tokens, "rollout_tokens_per_s": tokens / seconds["seconds_rollout"],
         "micro_batch": options.micro_batch, "prompt": options.prompt, "completion": options.completion,
-        "gradient_checkpointing": options.gradient_checkpointing, "lora": options.lora,
+        "gradient_checkpointing": options.every, "lora": options.lora,
         "padding_free": options.padding_free, "grad_norm": lines[-1]["grad_norm"],
         "sampling_logp_difference_mean": lines[-1].get("sampling_logp_difference_mean"),
         "parameters": sum(p.numel() for p in trainer.policy.parameters()),
     }  # fmt: skip
+
+
+def runs_of(options) -> list[tuple[str, argparse.Namespace]]:
+    """Shape and options of each line: every period of --every for each shape, lengths and micro-batch."""
+    runs = []
+    for name in options.shapes:
+        for completion, every in itertools.product(options.completion, options.every):
+            changed = {"completion": completion, "every": every, "gradient_checkpointing": every > 0}
+            runs.append((name, argparse.Namespace(**{**vars(options), **changed})))
+    return runs
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -135,17 +171,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=8, help="of a rollout on each process")
     parser.add_argument("--generations", type=int, default=8)
     parser.add_argument("--prompt", type=int, default=128)
-    parser.add_argument("--completion", type=int, default=512)
+    parser.add_argument("--completion", type=int, nargs="+", default=[512])
     parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--lora", type=int, default=0, help="rank of LoRA on attention; 0 trains all")
-    parser.add_argument("--gradient_checkpointing", action="store_true")
+    parser.add_argument("--every", type=int, nargs="+", default=[0], help="checkpoint every n-th block; 0 for none")
     parser.add_argument("--padding_free", action="store_true")
+    parser.add_argument("--random_rollouts", action="store_true")
     parser.add_argument("--build_on_gpu", action="store_true", help="where the model fits one GPU in float32")
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     out = harness.JsonLines(options.out, harness.environment(device))
-    for name in options.shapes:
-        line = measure(name, options)
+    for name, run in runs_of(options):
+        try:
+            line = measure(name, run)
+        except (torch.cuda.OutOfMemoryError, RuntimeError) as error:
+            line = {"op": "grpo_step", "shape": name, "error": harness.describe(error), **vars(run), "out": None}
         if "RANK" not in os.environ or os.environ["RANK"] == "0":
             out.write(line)
         harness.free_memory(device)

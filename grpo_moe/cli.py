@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
+    from grpo_moe.planning import RunShape
     from grpo_moe.rl.config import GRPOConfig
 
 # modules of the library are imported by the command that needs them: --help must not wait for torch
@@ -58,7 +59,7 @@ def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
 def _plan(argv: list[str]) -> int:
     from transformers import HfArgumentParser
 
-    from grpo_moe.planning import SHARDINGS
+    from grpo_moe.planning import ATTENTIONS, SHARDINGS
     from grpo_moe.rl.config import GRPOConfig
 
     class Parser(_OneLineParser, HfArgumentParser):
@@ -79,27 +80,22 @@ def _plan(argv: list[str]) -> int:
         "--lora_r", type=int, default=0, help="adapters of this rank on attention; 0: everything trains"
     )
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32", help="dtype that the model is loaded in")
+    parser.add_argument("--attention", choices=ATTENTIONS, help="by default what the trainer runs for the model")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
-    given = vars(parser.parse_args(argv))
-    own = {
-        name: given.pop(name) for name in ("model", "gpus", "sharding", "prompt_tokens", "lora_r", "weights", "json")
-    }
-    report = _plan_report(GRPOConfig(**given), **own)
-    print(json.dumps(report, indent=2) if own["json"] else _plan_table(report))
+    options = parser.parse_args(argv)
+    args = GRPOConfig(**{field.name: getattr(options, field.name) for field in dataclasses.fields(GRPOConfig)})
+    report = _plan_report(args, options)
+    print(json.dumps(report, indent=2) if options.json else _plan_table(report))
     return 0 if report["fits"] else 1
 
 
-def _plan_report(args: GRPOConfig, *, model, gpus, sharding, prompt_tokens, lora_r, weights, **_) -> dict[str, Any]:
-    """Everything that ``grpo-moe plan`` says; memory in GiB on each GPU."""
-    from grpo_moe import planning
+def _run_shape(args: GRPOConfig, options: argparse.Namespace, config: Any) -> RunShape:
+    """What of the options decides memory, for one process."""
+    from grpo_moe.planning import RunShape
 
-    num_gpus, gpu = planning.parse_gpus(gpus)
-    sharding = sharding or ("none" if num_gpus == 1 else "ddp")
-    config = _config_of(model)
-    shape = planning.ModelShape.from_config(config)
-    run = planning.RunShape(
+    return RunShape(
         micro_batch=args.per_device_train_batch_size,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=options.prompt_tokens,
         completion_tokens=args.max_completion_length,
         prompts_per_rollout=args.prompts_per_rollout,
         num_generations=args.num_generations,
@@ -109,24 +105,38 @@ def _plan_report(args: GRPOConfig, *, model, gpus, sharding, prompt_tokens, lora
         checkpoint_period=getattr(config, "grad_ckpt_every", 1) if args.gradient_checkpointing else None,
         padding_free=args.padding_free,
         bf16=args.bf16,
-        weight_bytes=4 if weights == "fp32" else 2,
-        lora_rank=lora_r,
+        weight_bytes=4 if options.weights == "fp32" else 2,
+        lora_rank=options.lora_r,
         routes=args.routing_replay == "R3",
+        attention=options.attention,
         experts="stacked" if getattr(config, "moe_dispatch", None) == "stacked" else "fused",
     )
-    where = (gpu, num_gpus, sharding)
+
+
+def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything that ``grpo-moe plan`` says; memory in GiB on each GPU."""
+    from grpo_moe import planning
+
+    num_gpus, gpu = planning.parse_gpus(options.gpus)
+    sharding = options.sharding or ("none" if num_gpus == 1 else "ddp")
+    config = _config_of(options.model)
+    shape, run, where = (
+        planning.ModelShape.from_config(config),
+        _run_shape(args, options, config),
+        (gpu, num_gpus, sharding),
+    )
     plan = planning.plan_memory(shape, run, *where)
     flops = planning.grpo_step_flops(
         shape,
         num_sequences=args.prompts_per_rollout * args.num_generations * num_gpus,
         num_generations=args.num_generations,
-        prompt_tokens=prompt_tokens,
+        prompt_tokens=run.prompt_tokens,
         completion_tokens=args.max_completion_length,
         num_iterations=args.num_iterations,
         old_logps=run.old_logps,
         reference=run.reference,
         checkpoint_period=run.checkpoint_period,
-        frozen=lora_r > 0,
+        frozen=run.lora_rank > 0,
     )
     try:
         period = planning.choose_checkpointing(shape, run, *where)
@@ -136,7 +146,7 @@ def _plan_report(args: GRPOConfig, *, model, gpus, sharding, prompt_tokens, lora
     others = ("none",) if num_gpus == 1 else ("ddp", "fsdp2")
     gib = 2**30
     return {
-        "model": model,
+        "model": options.model,
         "parameters": shape.total_parameters,
         "gpu": gpu.name,
         "num_gpus": num_gpus,
@@ -149,7 +159,7 @@ def _plan_report(args: GRPOConfig, *, model, gpus, sharding, prompt_tokens, lora
         "rollout_rows": [plan.rollout_rows, plan.wanted_rows],
         "largest_micro_batch": planning.largest_micro_batch(shape, run, *where),
         "largest_completion": planning.largest_completion(
-            shape, run, *where, limit=_most_tokens(config, prompt_tokens)
+            shape, run, *where, limit=_most_tokens(config, run.prompt_tokens)
         ),
         "checkpointing": checkpointing,
         "shardings_that_fit": [x for x in others if planning.plan_memory(shape, run, gpu, num_gpus, x).fits],

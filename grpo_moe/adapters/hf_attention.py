@@ -8,11 +8,15 @@ from torch.nn.attention.flex_attention import BlockMask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import flex_attention_mask, sdpa_mask
 
-from grpo_moe.ops.attention.flex import MIN_QUERIES, dense_mask, flex_sink_attention, room_for_graphs, supports_flex
+from grpo_moe.ops.attention.flex import (
+    MIN_QUERIES,
+    SINK_ATTENTION,
+    dense_mask,
+    flex_sink_attention,
+    room_for_graphs,
+    supports_flex,
+)
 from grpo_moe.ops.attention.sdpa import sdpa_sink_attention
-
-SINK_ATTENTION = "grpo_moe_sinks"
-"""For ``attn_implementation``; transformers dispatches on parts of names, so it must hold no name of another."""
 
 
 def sink_attention_forward(

@@ -1,5 +1,6 @@
 """What a model and a step of GRPO cost, computed from a configuration before anything is rented."""
 
+from .activations import ATTENTIONS
 from .flops import (
     PEAK_FLOPS,
     backward_flops,
@@ -44,6 +45,7 @@ from .scaling import (
 from .shapes import CATEGORIES, AttentionShape, BlockShape, MLPShape, ModelShape
 
 __all__ = [
+    "ATTENTIONS",
     "BESIROGLU_2024",
     "CATEGORIES",
     "GPUS",

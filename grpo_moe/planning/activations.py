@@ -46,7 +46,7 @@ class BlockMemory:
     weight_copies: int
     """Low-precision copies of fp32 weights, which autograd keeps with them."""
     forward: int
-    """On top, at the worst moment of the forward pass."""
+    """All that there is at the worst moment of a forward pass without gradients."""
     backward: int
     """On top of what is saved, at the worst moment of the backward pass; gradients of parameters apart."""
 
@@ -76,16 +76,19 @@ def block_memory(shape: ModelShape, block: BlockShape, batch: int, tokens: int, 
     saved: dict[str, float] = dict.fromkeys(
         ("norm", "attention", "router", "experts", "shared_experts", "dense_mlp"), 0.0
     )
-    forward = backward = 0.0
-    if block.attention is not None:
-        saved["norm"] += rows * _norm(shape.hidden_size, how, shape.model_type)
-        saved["attention"] = rows * _attention(shape, block.attention, tokens, how)
-        forward, backward = (rows * x for x in _attention_moments(block.attention, tokens, how))
+    forward = backward = before = 0.0
+    norm = rows * _norm(shape.hidden_size, how, shape.model_type)
     if block.mlp is not None:
-        saved["norm"] += rows * _norm(shape.hidden_size, how, shape.model_type)
-        mlp, moments = _mlp(shape, block, rows, how)
+        mlp, (forward, backward) = _mlp(shape, block, rows, how)
         saved |= {kind: rows * count for kind, count in mlp.items()}
-        forward, backward = max(forward, moments[0]), max(backward, moments[1])
+        saved["norm"] += norm
+        before = sum(saved.values())
+    if block.attention is not None:
+        saved["attention"] = rows * _attention(shape, block.attention, tokens, how)
+        saved["norm"] += norm
+        moments = _attention_moments(shape, block.attention, tokens, how)
+        # the MLP's part is gone in the backward pass of attention, and not yet there when it is recomputed
+        forward, backward = max(forward, rows * moments[0]), max(backward, rows * moments[1] - before)
     residual = rows * shape.hidden_size * how.hidden_bytes
     return BlockMemory(
         {kind: round(count) for kind, count in saved.items()},
@@ -143,26 +146,35 @@ def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: C
     repeated = query + out  # keys and values of all heads
     if how.attention == "eager":
         sink = shape.model_type in (LITE, "gpt_oss")
-        wide = how.hidden_bytes if shape.model_type == "gpt_oss" else 4  # its softmax stays in the dtype of the sinks
+        wide = _softmax_bytes(shape, how)
         columns = heads * (wide * (tokens + sink) + (c * tokens if c < wide else 0))  # and rounded
         if lite:
             return kept + c * (query + key + value + out) + columns + tokens  # a bool mask
         return kept + c * (query + repeated + out) + columns + 8 * heads * sink  # where the maximum is
     if how.attention == "flex":
-        sinks = c * out + 4 * heads if shape.model_type == "gpt_oss" else 0
-        return kept + c * (query + key + value + out) + 4 * heads + sinks
+        sinks = c * out + 4 * heads if shape.model_type in (LITE, "gpt_oss") else 0
+        both = c * key if lite else 0  # values are a view of the projection that holds the keys too
+        return kept + c * (query + key + value + out) + 4 * heads + sinks + both
     if how.attention == "masked_sdpa":
         return kept + c * (query + repeated + out) + 4 * heads + c * heads * (tokens + 1)
     return kept + c * (query + (repeated if how.padded else key + value) + out) + 4 * heads
 
 
-def _attention_moments(attention: AttentionShape, tokens: int, how: Compute) -> tuple[float, float]:
-    """Bytes a row at the worst moments of forward and backward: with scores in memory several copies of them."""
+def _attention_moments(shape: ModelShape, attention: AttentionShape, tokens: int, how: Compute) -> tuple[float, float]:
+    """Bytes a row at the worst moments of a forward without gradients, and of a backward pass beside what is saved."""
     c, width = how.operand_bytes, attention.heads * (attention.head_dim + attention.value_dim)
-    if how.attention == "eager":  # masked scores and the same with the sink's column; their gradients
-        return attention.heads * tokens * 8, attention.heads * tokens * (8 + c) + c * width
+    if how.attention == "eager":
+        # at the softmax: masked scores, these with the sink's column, the result; in the backward pass the gradients of
+        # the last two, and the rounded result is gone
+        plane, wide = attention.heads * tokens, _softmax_bytes(shape, how)
+        return 3 * wide * plane + c * width, (2 * wide - (c if c < wide else 0)) * plane
     mask = 2 * c * attention.heads * tokens if how.attention == "masked_sdpa" else 0
     return c * width + mask, 2 * c * width + mask
+
+
+def _softmax_bytes(shape: ModelShape, how: Compute) -> int:
+    """Of an element of eager attention's softmax: fp32, but in GPT-OSS that of its sinks."""
+    return how.hidden_bytes if shape.model_type == "gpt_oss" else 4
 
 
 def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple[dict[str, float], tuple[float, float]]:

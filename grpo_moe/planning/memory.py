@@ -15,6 +15,7 @@ from .shapes import ModelShape
 
 SHARDINGS = ("none", "ddp", "fsdp2", "zero2", "zero3")
 MARGIN_GB = 2.0
+_ATTENTION_NAMES = {"eager": "eager", "sdpa": "sdpa", "flex_attention": "flex", "grpo_moe_sinks": "flex"}
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def plan_memory(
     Raises:
         ValueError: an option out of range; checkpointing of every g-th block for a model that wraps all.
     """
-    shape = model_config if isinstance(model_config, ModelShape) else ModelShape.from_config(model_config)
+    shape, run = _resolve(model_config, run)
     _check(shape, run, num_gpus, sharding)
     return MemoryPlan(*Phases(shape, run, hardware, num_gpus, sharding).plan())
 
@@ -116,7 +117,7 @@ def largest_micro_batch(
 
     The rollout stays as it is.
     """
-    shape = model_config if isinstance(model_config, ModelShape) else ModelShape.from_config(model_config)
+    shape, run = _resolve(model_config, run)
     rows = run.prompts_per_rollout * run.num_generations
 
     def fits(size: int) -> bool:
@@ -134,7 +135,7 @@ def largest_completion(
     **kwargs,
 ) -> int:
     """The most completion tokens whose plan fits, up to ``limit``; 0: none. Arguments of :func:`plan_memory`."""
-    shape = model_config if isinstance(model_config, ModelShape) else ModelShape.from_config(model_config)
+    shape, run = _resolve(model_config, run)
 
     def fits(tokens: int) -> bool:
         return plan_memory(shape, replace(run, completion_tokens=tokens), hardware, *args, **kwargs).fits
@@ -152,7 +153,7 @@ def choose_checkpointing(
     Raises:
         ValueError: not even period 1 fits; says by how much.
     """
-    shape = model_config if isinstance(model_config, ModelShape) else ModelShape.from_config(model_config)
+    shape, run = _resolve(model_config, run)
     periods = range(len(shape.blocks), 0, -1) if shape.model_type == LITE else (1,)
     for period in (None, *periods):
         plan = plan_memory(shape, replace(run, checkpoint_period=period), hardware, *args, **kwargs)
@@ -233,6 +234,14 @@ def assert_fits_in_available_gpu(required_gb: float, *, available_gb: float | No
             f"{MARGIN_GB:.0f}), got {required_gb:.2f}; shorten the sequences, lower the micro-batch, or switch "
             "gradient checkpointing on"
         )
+
+
+def _resolve(model_config: PreTrainedConfig | ModelShape, run: RunShape) -> tuple[ModelShape, RunShape]:
+    """The shape, and the run with the attention that the configuration names, unless it names one itself."""
+    if isinstance(model_config, ModelShape):
+        return model_config, run
+    named = _ATTENTION_NAMES.get(getattr(model_config, "_attn_implementation", None))
+    return ModelShape.from_config(model_config), replace(run, attention=run.attention or named)
 
 
 def _largest(fits: Callable[[int], bool], limit: int) -> int:

@@ -57,7 +57,8 @@ class RunShape:
     routes: bool = False
     """The rollout records routes (R3)."""
     attention: str | None = None
-    """Of ``ATTENTIONS``; None: what the trainer's default is for the model."""
+    """Of ``ATTENTIONS``; None: what the model's configuration names, else the default: scores in memory for
+    GPT-OSS-Lite, FlexAttention for GPT-OSS and with ``padding_free``, SDPA for the others."""
     experts: str = "fused"
     """"fused", or "stacked": PyTorch, the default of GPT-OSS-Lite's configuration and all that a CPU has."""
 
@@ -216,12 +217,14 @@ class Phases:
         return wrapped, [inputs + experts if wraps else x.total_saved for x, wraps, experts in pairs]
 
     def _outside(self) -> int:
-        """Of activations outside of blocks."""
-        run = self.run
-        outside = outside_memory(self.shape, run.micro_batch, run.tokens, self.how)
-        if self.shape.model_type == LITE and run.checkpoint_period is not None:
-            outside += 2 * run.micro_batch * run.tokens**2  # bool masks of both kinds of layer, to recompute with
-        return outside
+        """Of activations outside of blocks, and masks [B, T, T] by kind of layer."""
+        run, kinds = self.run, len({block.attention and block.attention.window for block in self.shape.blocks})
+        lite, attention = self.shape.model_type == LITE, self.how.attention
+        element = {"sdpa": int(self.how.padded), "flex": 0}.get(attention, 1 if lite else self.how.hidden_bytes)
+        if attention != "sdpa" and run.checkpoint_period is None:
+            element = 0  # blocks that run once need none after
+        masks = kinds * element * run.micro_batch * run.tokens**2
+        return outside_memory(self.shape, run.micro_batch, run.tokens, self.how) + masks
 
     def _last_temporaries(self) -> float:
         """When the embedding's gradient is made."""
@@ -290,7 +293,7 @@ def _kind(shape: ModelShape, number: int) -> str:
 
 
 def _default_attention(shape: ModelShape, run: RunShape) -> str:
-    """What the trainer's models run by default."""
+    """What models run that were loaded without saying."""
     if shape.model_type == LITE:
         return "eager"
     return "flex" if shape.model_type == "gpt_oss" or run.padding_free else "sdpa"

@@ -1,5 +1,6 @@
 """GPT-OSS-Lite against the original's vectors, its caches, checkpointing, and its life as a transformers model."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -12,9 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from grpo_moe import GptOssLiteConfig, GptOssLiteForCausalLM
 from grpo_moe.adapters.hf_decode import Decoder
 from grpo_moe.models.gptoss_lite import from_original, to_original_state_dict
+from grpo_moe.models.gptoss_lite.attention import AttentionMasks
 from grpo_moe.models.gptoss_lite.moe import load_balancing_loss
 from grpo_moe.models.gptoss_lite.rope import yarn_inverse_frequencies
 from grpo_moe.ops.attention import KVCache, LayerShape
+from grpo_moe.ops.attention.flex import SINK_ATTENTION, dense_mask
 
 VECTORS = Path(__file__).parents[1] / "data" / "gptoss_lite_parity.safetensors"
 CONFIGURATIONS = ("base", "noyarn_untied_nosink", "lite_rope_defaults")
@@ -334,3 +337,51 @@ def test_router_logits_are_float32_under_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         logits, *_ = gate(hidden)
     assert torch.equal(logits, gate(hidden)[0])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["sliding_attention", "full_attention"])
+def test_block_masks_say_what_masks_say(kind, packed):
+    lengths = torch.tensor([150, 97, 0])
+    order = torch.arange(150).expand(3, -1).masked_fill(torch.arange(150) >= lengths[:, None], -1)
+    segments = (torch.arange(150) // 40).expand(3, -1) if packed else None
+    plain, blocks = (
+        AttentionMasks(order, lambda kind, num_keys: order, 20, segments, blocks=blocks)(kind, 150)
+        for blocks in (False, True)
+    )
+    assert plain.shape == (3, 1, 150, 150) and plain[0].any() and not plain[2].any()
+    assert torch.equal(dense_mask(blocks), plain)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_flex_attention_trains_as_the_eager_one(layout, checkpointing):
+    """fp32 on a GPU, in full size but for the layers: output and every gradient."""
+    torch.manual_seed(0)
+    config = GptOssLiteConfig(num_hidden_layers=2, vocab_size=512, pad_token_id=0, grad_ckpt_every=2)
+    eager = GptOssLiteForCausalLM(config).cuda()
+    with torch.no_grad():
+        for name, p in eager.named_parameters():
+            if "sinks" in name:
+                p.normal_()
+    flex = copy.deepcopy(eager)
+    flex.set_attn_implementation(SINK_ATTENTION)
+    ids = torch.randint(3, 512, (2, 300), device="cuda")
+    mask = torch.ones_like(ids)
+    mask[1, 211:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    if layout == "packed":
+        positions = torch.cat([torch.arange(190), torch.arange(110), torch.arange(300)]).cuda()
+        given, mask = {"input_ids": ids.view(1, -1), "position_ids": positions[None]}, torch.ones_like(ids).view(1, -1)
+    made = []
+    for model in (eager, flex):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+        logits = model(**given, use_cache=False).logits[mask.bool()]
+        logits.log_softmax(-1)[:, 5].mean().backward()
+        made.append([logits.detach(), *(p.grad for p in model.parameters())])
+    for ours, expected in zip(*reversed(made), strict=True):
+        assert expected.abs().max() > 0
+        assert (ours - expected).norm() <= 2e-3 * expected.norm()

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from grpo_moe import GptOssLiteConfig
 from grpo_moe.adapters import hf_experts  # noqa: F401  registers "stacked"
+from grpo_moe.adapters.routing import RoutingReplay
 from grpo_moe.planning import (
     GPUS,
     PRESETS,
@@ -116,8 +117,9 @@ def tiny(family, checkpointing):
         config = getattr(transformers, kind)(**{**SMALL, **own, "num_hidden_layers": 4, **types})
         attention = "eager" if family == "gpt_oss" else "sdpa"
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, **options)
-    if checkpointing:
-        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    if checkpointing:  # as the trainer does it
+        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable(RoutingReplay(model).checkpointing_kwargs)
     return model.train()
 
 
@@ -141,7 +143,9 @@ def kept_bytes(model, autocast):
 
 
 def tensors():
-    return [x for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+    """All there are, but for states of generators, which checkpointing keeps."""
+    found = [x for x in gc.get_objects() if issubclass(type(x), torch.Tensor)]
+    return [x for x in found if x.dtype != torch.uint8]
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from grpo_moe.ops import sink_attention
+from grpo_moe.ops.attention.flex import block_mask
 
 from .rope import apply_rotary
 
@@ -24,6 +26,8 @@ class AttentionMasks:
         key_positions: Callable[[str, int], torch.Tensor],
         window: int,
         segments: torch.Tensor | None = None,
+        *,
+        blocks: bool = False,
     ):
         """
         Args:
@@ -31,25 +35,39 @@ class AttentionMasks:
             key_positions: function of (kind, S) to the positions [B, S] of the keys, -1 where there is none.
             window: positions that a "sliding_attention" query sees, itself included.
             segments: [B, T] sequence number of each token in a packed row (keys are then the same tokens), or None.
+            blocks: make block masks for FlexAttention.
         """
         self.query_positions, self.key_positions = query_positions, key_positions
-        self.window, self.segments = window, segments
-        self._built: dict[tuple[str, int], torch.Tensor] = {}
+        self.window, self.segments, self.blocks = window, segments, blocks
+        self._built: dict[tuple[str, int], torch.Tensor | BlockMask] = {}
 
-    def __call__(self, kind: str, num_keys: int) -> torch.Tensor:
-        """Bool mask [B, T, S], True where the query may see the key."""
+    def __call__(self, kind: str, num_keys: int) -> torch.Tensor | BlockMask:
+        """Bool mask [B, 1, T, S], True where the query may see the key, or the block mask that says the same."""
         if (kind, num_keys) not in self._built:
-            self._built[kind, num_keys] = self._build(kind, num_keys)
+            visible = self._visible(kind, num_keys)
+            batch, width = self.query_positions.shape
+            device = self.query_positions.device
+            if self.blocks:
+                self._built[kind, num_keys] = block_mask(visible, batch, width, num_keys, device)
+            else:
+                rows, queries, keys = (torch.arange(n, device=device) for n in (batch, width, num_keys))
+                mask = visible(rows[:, None, None], None, queries[:, None], keys)
+                self._built[kind, num_keys] = mask[:, None]
         return self._built[kind, num_keys]
 
-    def _build(self, kind, num_keys):
-        query, key = self.query_positions[:, :, None], self.key_positions(kind, num_keys)[:, None, :]
-        mask = (key >= 0) & (key <= query)
-        if kind == "sliding_attention":
-            mask &= query - key < self.window
-        if self.segments is not None:
-            mask &= self.segments[:, :, None] == self.segments[:, None, :]
-        return mask
+    def _visible(self, kind, num_keys):
+        """f(row, head, query, key) of their numbers."""
+        queries, keys, segments = self.query_positions, self.key_positions(kind, num_keys), self.segments
+        window = self.window if kind == "sliding_attention" else None
+
+        def visible(b, h, q, k):
+            query, key = queries[b, q], keys[b, k]
+            seen = (key >= 0) & (key <= query)
+            if window is not None:
+                seen = seen & (query - key < window)
+            return seen if segments is None else seen & (segments[b, q] == segments[b, k])
+
+        return visible
 
 
 class GptOssLiteAttention(nn.Module):
@@ -78,7 +96,7 @@ class GptOssLiteAttention(nn.Module):
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         sinks = None if self.sinks is None else self.sinks.clamp(*SINK_RANGE)
-        mask = None if masks is None else masks(self.kind, key.shape[2])[:, None]
+        mask = None if masks is None else masks(self.kind, key.shape[2])
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         out, _ = attend(self, query, key, value, mask, s_aux=sinks, kv_cache=kv_cache)
         return self.o_proj(out.reshape(batch, width, -1))

@@ -11,6 +11,7 @@ from transformers import initialization as init
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from grpo_moe.ops.attention import KVCache
+from grpo_moe.ops.attention.flex import MIN_QUERIES, SINK_ATTENTION
 
 from .attention import AttentionMasks, GptOssLiteAttention
 from .configuration import GptOssLiteConfig
@@ -199,7 +200,8 @@ class GptOssLiteModel(GptOssLitePreTrainedModel):
         packed = position_ids is not None and attention_mask is None and past == 0
         segments = _segments(position_ids.expand(batch, -1)) if packed else None
         keys = lambda _, num_keys: _last_columns(order, num_keys)  # noqa: E731
-        masks = AttentionMasks(new, keys, self.config.sliding_window, segments)
+        flex = self.config._attn_implementation == SINK_ATTENTION and embeds.is_cuda and width >= MIN_QUERIES
+        masks = AttentionMasks(new, keys, self.config.sliding_window, segments, blocks=flex)
         positions = new.clamp(min=0) if position_ids is None else position_ids.expand(batch, -1)
         return masks, positions, _padding(new, attention_mask)
 

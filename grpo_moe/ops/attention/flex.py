@@ -7,7 +7,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, create_mask, flex_attention
+
+SINK_ATTENTION = "grpo_moe_sinks"
+"""For transformers' ``attn_implementation``, which dispatches on parts of names: it must hold no name of another."""
 
 # Inductor sends fewer queries to another kernel, for decoding, compiled anew for each batch size; so few queries have a
 # small dense mask, which needs no compilation.
@@ -57,6 +60,12 @@ def flex_sink_attention(
             query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True, return_aux=AuxRequest(lse=True)
         )
         return out if sinks is None else rescale(out, aux.lse, sinks)
+
+
+def block_mask(visible: Callable, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
+    """The block mask [B, 1, T, S] of ``visible(b, h, q, k)``; built by a compiled function of its kind on a GPU."""
+    with room_for_graphs(any_size=True):
+        return create_block_mask(visible, batch, None, queries, keys, device=device, _compile=device.type == "cuda")
 
 
 def supports_flex(query: torch.Tensor) -> bool:
