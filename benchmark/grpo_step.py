@@ -7,9 +7,10 @@ Every process takes the same number of prompts however many there are (weak scal
 seconds of one over those of n. Completions run to their full length, since random weights hardly ever sample EOS.
 Rollout (NativeEngine), old log-probabilities, update with AdamW on fp32 master weights and clipping, in bf16 autocast
 or FSDP2's bf16 parameters. seconds_* are medians over the steps after the first, peak_gib the most that the allocator
-held in each phase on the main process, all weights included; gradient_checkpointing is the period of the wrapped
-blocks, 0 without. Models with sinks run "grpo_moe_sinks" (FlexAttention). The shapes have 4 layers unless their name
-says more. --random_rollouts leaves the engine out: random tokens instead, for the update alone.
+held in each phase on the main process, all weights included; planned_gib_* is what grpo_moe.planning expects of it.
+gradient_checkpointing is the period of the wrapped blocks, 0 without. Models with sinks run "grpo_moe_sinks"
+(FlexAttention). The shapes have 4 layers unless their name says more. --random_rollouts leaves the engine out: random
+tokens instead, for the update alone.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import torch
 from train_step import SHAPES as PUBLISHED
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
-from grpo_moe import GptOssLiteConfig, GRPOConfig, GRPOTrainer
+from grpo_moe import GptOssLiteConfig, GRPOConfig, GRPOTrainer, planning
 from grpo_moe.data import character_tokenizer
 from grpo_moe.rl.metrics import PhaseTimer
 from grpo_moe.types import Completion
@@ -151,7 +152,24 @@ def measure(name: str, options) -> dict:
         "padding_free": options.padding_free, "grad_norm": lines[-1]["grad_norm"],
         "sampling_logp_difference_mean": lines[-1].get("sampling_logp_difference_mean"),
         "parameters": sum(p.numel() for p in trainer.policy.parameters()),
+        **planned(name, options, accelerator.num_processes, kind), "random_rollouts": options.random_rollouts,
     }  # fmt: skip
+
+
+def planned(name: str, options, world: int, sharding: str) -> dict[str, float]:
+    """The planner's peaks, as the allocator counts; of the update, those of its passes and of the optimiser's step."""
+    rows = options.prompts * options.generations
+    run = planning.RunShape(
+        micro_batch=options.micro_batch, prompt_tokens=options.prompt, completion_tokens=options.completion,
+        prompts_per_rollout=options.prompts, num_generations=options.generations,
+        accumulates=rows > options.micro_batch, checkpoint_period=options.every or None, lora_rank=options.lora,
+        padding_free=options.padding_free, padded=False, attention="flex" if "gpt" in name else None,
+    )  # fmt: skip
+    sharding = {"single": "none"}.get(sharding, sharding)
+    plan = planning.plan_memory(SHAPES[name], run, planning.GPUS["H200"], world, sharding)
+    gib = {phase: plan.allocated_bytes(phase) / 2**30 for phase in plan.phases}
+    update = max(gib["forward_backward"], gib["optimizer_step"])
+    return {"planned_gib_rollout": round(gib["rollout"], 3), "planned_gib_update": round(update, 3)}
 
 
 def runs_of(options) -> list[tuple[str, argparse.Namespace]]:

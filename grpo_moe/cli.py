@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
-    from grpo_moe.planning import RunShape
     from grpo_moe.rl.config import GRPOConfig
 
 # modules of the library are imported by the command that needs them: --help must not wait for torch
@@ -89,40 +88,24 @@ def _plan(argv: list[str]) -> int:
     return 0 if report["fits"] else 1
 
 
-def _run_shape(args: GRPOConfig, options: argparse.Namespace, config: Any) -> RunShape:
-    """What of the options decides memory, for one process."""
-    from grpo_moe.planning import RunShape
-
-    return RunShape(
-        micro_batch=args.per_device_train_batch_size,
-        prompt_tokens=options.prompt_tokens,
-        completion_tokens=args.max_completion_length,
-        prompts_per_rollout=args.prompts_per_rollout,
-        num_generations=args.num_generations,
-        accumulates=args.gradient_accumulation_steps > 1,
-        old_logps=args.updates_per_rollout > 1 or args.router_aux_loss_coef > 0,
-        reference=args.beta > 0,
-        checkpoint_period=getattr(config, "grad_ckpt_every", 1) if args.gradient_checkpointing else None,
-        padding_free=args.padding_free,
-        bf16=args.bf16,
-        weight_bytes=4 if options.weights == "fp32" else 2,
-        lora_rank=options.lora_r,
-        routes=args.routing_replay == "R3",
-        attention=options.attention,
-        experts="stacked" if getattr(config, "moe_dispatch", None) == "stacked" else "fused",
-    )
-
-
 def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any]:
     """Everything that ``grpo-moe plan`` says; memory in GiB on each GPU."""
     from grpo_moe import planning
+    from grpo_moe.rl.forecast import run_shape
 
     num_gpus, gpu = planning.parse_gpus(options.gpus)
     sharding = options.sharding or ("none" if num_gpus == 1 else "ddp")
     config = _config_of(options.model)
     shape, run, where = (
         planning.ModelShape.from_config(config),
-        _run_shape(args, options, config),
+        run_shape(
+            args,
+            config,
+            prompt_tokens=options.prompt_tokens,
+            lora_rank=options.lora_r,
+            attention=options.attention,
+            weight_bytes=4 if options.weights == "fp32" else 2,
+        ),
         (gpu, num_gpus, sharding),
     )
     plan = planning.plan_memory(shape, run, *where)
@@ -143,7 +126,7 @@ def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any
         checkpointing = "none needed" if period is None else f"every {period} blocks" if period > 1 else "every block"
     except ValueError:
         checkpointing = "does not fit with every block checkpointed either"
-    others = ("none",) if num_gpus == 1 else ("ddp", "fsdp2")
+    others = () if num_gpus == 1 else ("ddp", "fsdp2")
     gib = 2**30
     return {
         "model": options.model,
@@ -206,7 +189,8 @@ def _plan_table(report: dict[str, Any]) -> str:
         verdict = "does not fit: no room for the keys and values of one sequence"
     rows, wanted = report["rollout_rows"]
     completion = report["largest_completion"]
-    fitting = ", ".join(report["shardings_that_fit"]) or "none of those that the trainer runs"
+    fitting = ", ".join(report["shardings_that_fit"]) or "neither ddp nor fsdp2"
+    shardings = "" if report["num_gpus"] == 1 else f"; sharding that fits: {fitting}"
     flops = "  ".join(f"{phase} {count:.2e}" for phase, count in report["flops"].items() if count)
     lines += [
         "",
@@ -214,7 +198,7 @@ def _plan_table(report: dict[str, Any]) -> str:
         f"rollout: {rows} of {wanted} sequences at once",
         f"largest micro-batch that fits: {report['largest_micro_batch'] or 'none'}; longest completion: "
         f"{f'{completion} tokens' if completion else 'none'}",
-        f"gradient checkpointing: {report['checkpointing']}; sharding that fits: {fitting}",
+        f"gradient checkpointing: {report['checkpointing']}{shardings}",
         f"FLOPs of a step on all GPUs: {flops}",
         f"estimate: {report['seconds_at_mfu_0.4']:.3g} s a step at 40 % MFU throughout; decoding is slower than that",
     ]

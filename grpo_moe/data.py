@@ -125,6 +125,10 @@ class PromptSource:
         """The prompts of the first n rows, or of all if there are fewer; the position stays."""
         return [self[row] for row in range(min(n, len(self)))]
 
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(len(ids) for ids in self._input_ids)
+
     def all(self) -> list[Prompt]:
         """Every prompt once, in the order of the dataset, for evaluation."""
         return self.first(len(self))
@@ -240,6 +244,10 @@ class PromptStream:
         prompts = self._prompts(rows, first_index=0)
         self._go_to(place)
         return prompts
+
+    def longest(self) -> int:
+        """Tokens of the longest of the first 100 prompts."""
+        return max(len(prompt.input_ids) for prompt in self.first(100))
 
     def all(self) -> list[Prompt]:
         """Every prompt of the first epoch, for evaluation; of a stream that ends."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny import tiny_config
 
 from grpo_moe import cli
 from grpo_moe.ops import LossConfig
@@ -17,6 +18,7 @@ from grpo_moe.rl.doctor import DOCTOR_VARIABLE
 from grpo_moe.types import RolloutBatch
 
 ROOT = Path(__file__).parents[1]
+PLAN = ["--model", "gptoss-lite", "--gpus", "H200"]
 RECIPE = """
 import sys
 from beside import train
@@ -52,6 +54,11 @@ def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
         (["report", str(tmp_path / "none")], "grpo-moe report: error: run must be a folder with metrics.jsonl"),
         (["replay", str(tmp_path / "none")], "grpo-moe replay: error: capsule must be a file"),
         (["doctor", str(tmp_path / "none.py")], "grpo-moe doctor: error: recipe must be a Python file"),
+        (["plan", "--model", "gpt-5", "--gpus", "H200"], "grpo-moe plan: error: model must be a folder or one of"),
+        (["plan", "--model", str(tmp_path), "--gpus", "H200"], "grpo-moe plan: error: model must be a folder with"),
+        (["plan", "--model", "gptoss-lite", "--gpus", "8xH20"], "grpo-moe plan: error: gpus must be a number and"),
+        (["plan", *PLAN, "--num_generations", "1"], "grpo-moe plan: error: num_generations must be at least 2, got 1"),
+        (["plan", *PLAN, "--lora_r", "-1"], "grpo-moe plan: error: lora_rank must be at least 0, got -1"),
         (["replay", capsule(tmp_path / "c"), "--epsilon", "-1"], "grpo-moe replay: error: epsilon must be finite"),
     ):
         assert cli.main(arguments) == 2
@@ -63,7 +70,7 @@ def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
     "arguments",
     [
         [],
-        ["plan"],
+        ["plans"],
     ],  # fmt: skip
 )
 def test_no_command_and_an_unknown_one_exit_with_2_and_the_usage(arguments, capsys):
@@ -78,6 +85,8 @@ def test_no_command_and_an_unknown_one_exit_with_2_and_the_usage(arguments, caps
     [
         (["report"], "the following arguments are required: run"),
         (["doctor"], "the following arguments are required: recipe"),
+        (["plan", "--gpus", "H200"], "the following arguments are required: --model"),
+        (["plan", "--model", "gptoss-lite", "--gpus", "H200", "--no_such_option"], "unrecognized arguments: --no_such"),
         (["replay", "c", "--no_such_option", "1"], "unrecognized arguments: --no_such_option 1"),
         (["replay", "c", "--beta", "x"], "argument --beta: invalid float value: 'x'"),
         (["replay", "c", "--use_bias_correction_kl", "maybe"], "argument --use_bias_correction_kl: invalid bool value"),
@@ -98,9 +107,56 @@ def test_help_lists_commands_and_every_option_of_the_loss(capsys):
             cli.main(arguments)
         assert ended.value.code == 0
         shown.append(capsys.readouterr().out)
-    assert all(name in shown[0] for name in ("report RUN", "doctor RECIPE", "replay CAPSULE"))
+    assert all(name in shown[0] for name in ("plan --model", "report RUN", "doctor RECIPE", "replay CAPSULE"))
     assert all(f"--{name} " in shown[1] for name in LossConfig.__dataclass_fields__)
     assert "Weight of the KL term to the reference policy." in shown[1]
+
+
+def test_plan_prints_phases_verdict_and_what_to_change(capsys):
+    arguments = ["plan", "--model", "qwen3-30b-a3b", "--gpus", "8xH200", "--bf16", "--sharding"]
+    assert cli.main([*arguments, "fsdp2"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("qwen3-30b-a3b, 30.53B parameters, on 8xH200 (139.8 GiB each), fsdp2; GiB on each GPU\n")
+    rows = {line[:22].strip(): line[22:].split() for line in out.split("\n\n")[1].splitlines()}
+    assert rows[""] == ["rollout", "forward_backward", "optimizer_step"]
+    assert rows["weights"] == ["14.22"] * 3 and rows["optimizer"] == ["28.44"] * 3
+    for column, total in enumerate(rows["total"]):
+        parts = [row[column] for name, row in rows.items() if name not in ("", "total") and row[column] != "-"]
+        assert abs(sum(map(float, parts)) - float(total)) < 0.1
+    assert "\nfits, " in out and "longest completion: " in out and "FLOPs of a step on all GPUs: prefill " in out
+    assert "at 40 % MFU" in out and "estimate: " in out and "; sharding that fits: fsdp2\n" in out
+    assert cli.main([*arguments, "ddp"]) == 1
+    out = capsys.readouterr().out
+    assert "does not fit: " in out and "largest micro-batch that fits: none; longest completion: none\n" in out
+
+
+def test_plan_as_json_follows_the_options_of_a_run(capsys):
+    def plan(*options):
+        code = cli.main(["plan", *PLAN, "--bf16", "--json", *options])
+        report = json.loads(capsys.readouterr().out)
+        assert code == (0 if report["fits"] else 1)
+        return report
+
+    plain = plan()
+    sums = {phase: sum(own.values()) for phase, own in plain["phases_gib"].items()}
+    assert plain["peak_gib"] == pytest.approx(max(sums.values())) and sums[plain["peak_phase"]] == max(sums.values())
+    assert plain["flops"]["recompute"] == 0 and plain["checkpointing"] == "none needed"
+    assert plan("--beta", "0.1")["phases_gib"]["rollout"]["reference"] == pytest.approx(4 * 501_836_640 / 2**30)
+    assert "old_logps" in plan("--num_iterations", "2")["phases_gib"] and "old_logps" not in plain["phases_gib"]
+    assert plan("--lora_r", "16")["peak_gib"] < plain["peak_gib"]
+    long = ["--max_completion_length", "4096", "--per_device_train_batch_size", "32"]
+    wide, wrapped = plan(*long), plan(*long, "--gradient_checkpointing")
+    assert wrapped["peak_gib"] < wide["peak_gib"] and wrapped["flops"]["recompute"] > 0
+    assert not wide["fits"] and 1 <= wide["largest_micro_batch"] < 32 and wide["largest_completion"] < 4096
+    assert plan(*long, "--attention", "flex")["peak_gib"] < wide["peak_gib"]
+    fitting = plan(*long[:2], "--per_device_train_batch_size", "8", "--attention", "flex", "--prompt_tokens", "1024")
+    assert fitting["fits"] and fitting["largest_completion"] >= 4096
+
+
+def test_plan_reads_a_folder(tmp_path, capsys):
+    tiny_config().save_pretrained(tmp_path)
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "L40S", "--prompt_tokens", "32"]) == 0
+    assert f"{tmp_path}, 0.00B parameters, on 1xL40S" in capsys.readouterr().out
 
 
 def test_replay_prints_both_objectives(tmp_path, capsys):

@@ -10,7 +10,7 @@ from .shapes import AttentionShape, BlockShape, MLPShape, ModelShape
 ATTENTIONS = ("eager", "sdpa", "flex", "masked_sdpa")
 """Scores in memory; PyTorch's SDPA; FlexAttention; SDPA under a float mask [B, heads, T, S + 1] with the sinks."""
 LITE = "gptoss_lite"
-_QK_NORM = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5_moe_text", "olmoe", "minimax_m2")
+_QK_NORM = ("qwen3", "qwen3_moe", "olmoe", "minimax_m2")
 _NORM_IN_FP32 = (LITE, "gpt_oss")  # the others round the normalised rows before the weight
 
 
@@ -141,8 +141,8 @@ def _attention(shape: ModelShape, attention: AttentionShape, tokens: int, how: C
         kept += own + c * (users + 1) * how.lora_rank
     if shape.model_type in _QK_NORM:  # the weights of both are small, and train or not as the others
         kept += (query + key) * (4 + (0 if how.frozen else c)) + 4 * (heads + attention.kv_heads)
-    if attention.kind == "linear":
-        return kept + c * (query + key + 3 * value + out)
+    if attention.kind == "mla":  # values are a view of what is projected up for keys and values
+        kept += c * key
     repeated = query + out  # keys and values of all heads
     if how.attention == "eager":
         sink = shape.model_type in (LITE, "gpt_oss")
@@ -243,9 +243,6 @@ def kv_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:
     for block in shape.blocks:
         attention = block.attention
         if attention is None:
-            continue
-        if attention.kind == "linear":  # a state, however many tokens
-            total += attention.heads * attention.head_dim * attention.value_dim * 4
             continue
         slots = min(attention.window or inf, tokens)
         total += int(slots) * attention.kv_heads * (attention.head_dim + attention.value_dim) * element_bytes

@@ -103,7 +103,8 @@ def plan_memory(
             for comparison.
 
     Raises:
-        ValueError: an option out of range; checkpointing of every g-th block for a model that wraps all.
+        ValueError: an option out of range; linear attention, whose kernels keep what they like; checkpointing of every
+            g-th block for a model that wraps all.
     """
     shape, run = _resolve(model_config, run)
     _check(shape, run, num_gpus, sharding)
@@ -258,7 +259,15 @@ def _largest(fits: Callable[[int], bool], limit: int) -> int:
 def _check(shape: ModelShape, run: RunShape, num_gpus: int, sharding: str) -> None:
     sizes = ("micro_batch", "prompt_tokens", "completion_tokens", "prompts_per_rollout", "num_generations")
     _at_least(**{name: getattr(run, name) for name in sizes}, num_gpus=num_gpus)
+    linear = any(block.attention is not None and block.attention.kind == "linear" for block in shape.blocks)
     rules = (
+        (
+            "model_type",
+            shape.model_type,
+            not linear,
+            "of a model of softmax attention",
+            "linear attention is not known",
+        ),
         ("sharding", sharding, sharding in SHARDINGS, f"one of {', '.join(SHARDINGS)}", "check the spelling"),
         ("sharding", sharding, sharding != "none" or num_gpus == 1, f"ddp or fsdp2 on {num_gpus} GPUs", "choose one"),
         ("weight_bytes", run.weight_bytes, run.weight_bytes in (2, 4), "2 or 4", "4 are fp32 masters"),

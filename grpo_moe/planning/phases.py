@@ -46,6 +46,7 @@ class RunShape:
     checkpoint_period: int | None = None
     """Every g-th block is recomputed (1: all); None: none."""
     padding_free: bool = False
+    """A micro-batch is one row: scores and masks, where there are any, are those of all its tokens."""
     padded: bool = True
     """Rows of different lengths, whose mask makes SDPA repeat keys and values to all heads."""
     bf16: bool = True
@@ -58,7 +59,7 @@ class RunShape:
     """The rollout records routes (R3)."""
     attention: str | None = None
     """Of ``ATTENTIONS``; None: what the model's configuration names, else the default: scores in memory for
-    GPT-OSS-Lite, FlexAttention for GPT-OSS and with ``padding_free``, SDPA for the others."""
+    GPT-OSS-Lite, FlexAttention for GPT-OSS, SDPA for the others."""
     experts: str = "fused"
     """"fused", or "stacked": PyTorch, the default of GPT-OSS-Lite's configuration and all that a CPU has."""
 
@@ -82,12 +83,13 @@ class Phases:
             hidden_bytes=2 if half_weights else 4,
             operand_bytes=2 if half_weights or run.bf16 else 4,
             casts=casts,
-            attention=run.attention or _default_attention(shape, run),
+            attention=run.attention or {LITE: "eager", "gpt_oss": "flex"}.get(shape.model_type, "sdpa"),
             experts=run.experts,
             frozen=run.lora_rank > 0,
             lora_rank=run.lora_rank,
-            padded=run.padded and not run.padding_free,
+            padded=run.padded or run.padding_free,
         )
+        self.batch = (1, run.micro_batch * run.tokens) if run.padding_free else (run.micro_batch, run.tokens)
         self.parameters = [sum(block.parameters.values()) for block in shape.blocks]
         self.outside_parameters = self.total - sum(self.parameters)
         self.head = shape.vocab_size * shape.hidden_size
@@ -155,7 +157,7 @@ class Phases:
         return wanted, per_row, rest
 
     def _old_logps(self) -> dict[str, float]:
-        blocks = self._blocks(self.run.micro_batch, self.run.tokens)
+        blocks = self._blocks(*self.batch)
         rows = self.run.micro_batch * self.run.completion_tokens
         copies = c_head = 0
         if self.how.casts:
@@ -170,7 +172,7 @@ class Phases:
 
     def _moments(self) -> list[dict[str, float]]:
         """Of forward and backward: the head's sweep, its backward, each block's backward, the end."""
-        run, how, blocks = self.run, self.how, self._blocks(self.run.micro_batch, self.run.tokens)
+        run, how, blocks = self.run, self.how, self._blocks(*self.batch)
         wrapped, kept = self._kept(blocks)
         copies = [0 if wraps else x.weight_copies for x, wraps in zip(blocks, wrapped, strict=True)]
         fixed = {"outside_blocks": self._outside(), "gathered": self._gathered()}
@@ -218,13 +220,13 @@ class Phases:
 
     def _outside(self) -> int:
         """Of activations outside of blocks, and masks [B, T, T] by kind of layer."""
-        run, kinds = self.run, len({block.attention and block.attention.window for block in self.shape.blocks})
+        kinds = len({block.attention and block.attention.window for block in self.shape.blocks})
         lite, attention = self.shape.model_type == LITE, self.how.attention
         element = {"sdpa": int(self.how.padded), "flex": 0}.get(attention, 1 if lite else self.how.hidden_bytes)
-        if attention != "sdpa" and run.checkpoint_period is None:
+        if attention != "sdpa" and self.run.checkpoint_period is None:
             element = 0  # blocks that run once need none after
-        masks = kinds * element * run.micro_batch * run.tokens**2
-        return outside_memory(self.shape, run.micro_batch, run.tokens, self.how) + masks
+        rows, tokens = self.batch
+        return outside_memory(self.shape, rows, tokens, self.how) + kinds * element * rows * tokens**2
 
     def _last_temporaries(self) -> float:
         """When the embedding's gradient is made."""
@@ -290,13 +292,6 @@ def _kind(shape: ModelShape, number: int) -> str:
     """Of a block: full, window, mla, linear; mlp where it has no attention."""
     attention = shape.blocks[number].attention
     return "mlp" if attention is None else attention.kind
-
-
-def _default_attention(shape: ModelShape, run: RunShape) -> str:
-    """What models run that were loaded without saying."""
-    if shape.model_type == LITE:
-        return "eager"
-    return "flex" if shape.model_type == "gpt_oss" or run.padding_free else "sdpa"
 
 
 def _bucket(rows: int) -> int:

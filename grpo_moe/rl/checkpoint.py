@@ -38,6 +38,7 @@ FREE_OPTIONS = {  # may differ between a run and its continuation: they do not s
     "max_train_seconds",
     "use_cpu",
     "gradient_checkpointing",
+    "gradient_checkpointing_every",
     "report_to",
     "eval_on_start",
     "eval_steps",

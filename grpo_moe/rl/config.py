@@ -82,6 +82,9 @@ class GRPOConfig(LossConfig):
     use_cpu: bool = option(False, "Train on the CPU even where there is a GPU.")
     bf16: bool = option(False, "Mixed precision: bf16 forward and backward, fp32 parameters.")
     gradient_checkpointing: bool = option(False, "Recompute activations in backward to save memory.")
+    gradient_checkpointing_every: int | None = option(
+        None, "Recompute every n-th block alone; unset: all, or as the model's config says. See grpo-moe plan."
+    )
     report_to: str | None = option(None, "Tracker of accelerate (tensorboard, wandb, trackio, ...), or none.")
 
     # Batch
@@ -241,6 +244,7 @@ class GRPOConfig(LossConfig):
                     "eval_steps",
                     "save_steps",
                     "capsule_steps",
+                    "gradient_checkpointing_every",
                     "ref_model_sync_steps",
                     "num_generations_eval",
                 ),
@@ -297,6 +301,8 @@ class GRPOConfig(LossConfig):
             rule,
             "there is no earlier policy: raise num_iterations or steps_per_generation",
         )
+        used = self.gradient_checkpointing or self.gradient_checkpointing_every is None
+        yield used, "gradient_checkpointing_every", "unset without gradient_checkpointing", "set that too"
         yield self.rollout_lag in (0, 1), "rollout_lag", "0 or 1", "one rollout ahead is as far as it goes"
         corrected = self.rollout_lag == 0 or self.sampler_correction != "none"
         yield corrected, "rollout_lag", "0 without sampler_correction", "rollouts of an older policy need it: set one"

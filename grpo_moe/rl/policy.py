@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from transformers import PreTrainedModel, get_scheduler
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
 from grpo_moe.adapters.hf_attention import check_sinks
@@ -73,6 +74,7 @@ class Policy:
         if args.gradient_checkpointing or checkpointed_modules(model):  # renamed in transformers 5.24
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable(self.routing.checkpointing_kwargs)
+            self._checkpoint_every(args.gradient_checkpointing_every)
         self.wrapped.train()
 
     @property
@@ -141,6 +143,22 @@ class Policy:
         if self.args.padding_free:
             check_padding_free(self.model)
         self.routing.find_rules()
+
+    def _checkpoint_every(self, period: int | None) -> None:
+        """Leaves all blocks but every ``period``-th (0, g, 2g, ...) with their activations."""
+        if period is None:
+            return
+        if hasattr(self.model.config, "grad_ckpt_every"):  # GPT-OSS-Lite chooses its blocks itself
+            self.model.config.grad_ckpt_every = period
+            return
+        blocks = [m for m in self.model.modules() if isinstance(m, GradientCheckpointingLayer)]
+        if not blocks:
+            raise ValueError(
+                f"gradient_checkpointing_every must be unset for {type(self.model).__name__}, whose blocks are not "
+                f"checkpointed one by one, got {period}; leave it out"
+            )
+        for number, block in enumerate(blocks):
+            block.gradient_checkpointing = number % period == 0
 
     def _check_moving_reference(self) -> None:
         if not self.args.sync_ref_model:

@@ -16,6 +16,7 @@ from .batch import Group
 from .collect import Rollout, as_prompted
 from .config import GRPOConfig
 from .display import Display, NullDisplay, make_display
+from .forecast import Utilization
 from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 from .report import LOAD_FILE, METRICS_FILE, plot_curves, versions, write_completions, write_summary
 from .routing import PolicyRouting
@@ -85,6 +86,7 @@ class RunRecord:
         timer: PhaseTimer,
         *,
         advantages: torch.Tensor,
+        used: Utilization,
     ) -> dict[str, float]:
         """What the losses of a step left in ``metrics``, and the rest that is known of it, over all processes.
 
@@ -102,8 +104,10 @@ class RunRecord:
         metrics.add_sum("sampling/groups_kept", len(rollout.kept))
         metrics.add_sum("sampling/groups_generated", len(rollout.generated))
         metrics.add_sum("sampling/groups_skipped", sum(g.skipped for g in rollout.generated))
-        for phase, seconds in timer.step_seconds().items():
-            metrics.add(f"seconds/{phase}", seconds)
+        phases = timer.step_seconds()
+        measured = {f"seconds/{phase}": seconds for phase, seconds in phases.items()} | used.metrics(rollout, phases)
+        for name, value in measured.items():
+            metrics.add(name, value)
         reduced = metrics.reduce(self.accelerator)
         if square := reduced.pop("sampling_ratio_square_mean", 0.0):
             reduced["sampling_effective_size"] = reduced["sampling_ratio_mean"] ** 2 / square

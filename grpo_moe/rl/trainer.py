@@ -26,7 +26,8 @@ from .collect import Collector
 from .config import GRPOConfig
 from .doctor import DOCTOR_VARIABLE, Check, doctor, run_doctor
 from .evaluation import evaluate
-from .guards import out_of_memory_explained, rollout_warnings
+from .forecast import Utilization, forecast_in_words
+from .guards import out_of_memory_explained, rehearse, rollout_warnings
 from .interrupt import InterruptGuard
 from .loading import TaskData, check_vocabulary, load_policy, load_tokenizer
 from .metrics import Metrics, PhaseTimer
@@ -104,6 +105,7 @@ class GRPOTrainer:
             engine = rollout_engine or default_engine(policy, self.tokenizer)
         self.collector = Collector(engine, self.rewards, args, self.accelerator, timer=self.timer, policy=policy)
         given = {"model": policy, "processing_class": self.tokenizer, "optimizer": self.optimizer}
+        self.utilization = Utilization(policy.config, args, trains_all=self.adapters is None)
         self.callbacks = Callbacks(callbacks, args, lr_scheduler=self.scheduler, **given)
 
     def train(self, resume_from_checkpoint: str | bool | None = None) -> dict[str, Any]:
@@ -122,7 +124,8 @@ class GRPOTrainer:
         resume_run(self, resume_from_checkpoint or self.args.resume_from_checkpoint)
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
         display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
-        with display, InterruptGuard() as guard, out_of_memory_explained(self.args):
+        explained = out_of_memory_explained(self.args, lambda memory: forecast_in_words(self, memory))
+        with display, InterruptGuard() as guard, explained:
             self.callbacks("train_begin", self.state)
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self._evaluate()
@@ -130,6 +133,8 @@ class GRPOTrainer:
             while not done:
                 before = self.state.step
                 metrics = self.step()
+                if self.state.rollouts == 1:
+                    rehearse(self)
                 with saving_on_error(self):
                     self._log_step(metrics)
                     self.state.check_rewards(metrics)
@@ -189,7 +194,7 @@ class GRPOTrainer:
             metrics.add_sum(f"reward_faults/{fault}", rows)
         self.collector.faults.clear()
         return self.record.step_metrics(
-            self.state.step, metrics, rollout, self.routing, self.timer, advantages=advantages
+            self.state.step, metrics, rollout, self.routing, self.timer, advantages=advantages, used=self.utilization
         )
 
     def add_reference_logps(self, batch: RolloutBatch) -> RolloutBatch:

@@ -12,6 +12,9 @@ import torch
 import transformers
 from moe_families import FAMILIES, SMALL
 from tiny import tiny_config
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
 from grpo_moe import GptOssLiteConfig
@@ -172,6 +175,70 @@ def test_activations_are_what_autograd_keeps(family, precision, checkpointing):
     predicted = sum(moment.values()) - moment["head"]
     print(f"{family} {precision} checkpointing={checkpointing}: {predicted / measured:.4f} of {measured} bytes")
     assert predicted == pytest.approx(measured, rel=0.03)
+
+
+class PeakOfStorages(TorchDispatchMode):
+    """The most bytes that results of operations have held at once, those of ``skip`` apart."""
+
+    def __init__(self, skip):
+        super().__init__()
+        self.skip, self.live, self.peak = skip, {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.live = {key: x for key, x in self.live.items() if not x[0].expired()}
+        for storage in [x.untyped_storage() for x in tree_leaves(out) if isinstance(x, torch.Tensor)]:
+            if storage._cdata not in self.skip:
+                self.live[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.peak = max(self.peak, sum(size for _, size in self.live.values()))
+        return out
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("period", [None, 1, 2])
+def test_peak_of_the_backward_pass_with_scores_in_memory(period, autocast):
+    sizes = dict(hidden_size=64, head_dim=16, num_attention_heads=8, num_key_value_heads=4, sliding_window=128)
+    model = AutoModelForCausalLM.from_config(tiny_config(**sizes, grad_ckpt_every=period or 1)).train()
+    if period:
+        getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    skip = {p.untyped_storage()._cdata for p in model.parameters()}
+    with PeakOfStorages(skip) as measured:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            out = model.base_model(input_ids=torch.randint(3, 30, (1, 400)), use_cache=False).last_hidden_state
+        measured.peak = 0
+        out.sum().backward()
+    run = replace(RUN, micro_batch=1, prompt_tokens=392, completion_tokens=8, checkpoint_period=period, bf16=autocast)
+    shape = ModelShape.from_config(model.config)
+    moments = Phases(shape, replace(run, experts="stacked"), H200, 1, "none")._moments()[2:]
+    predicted = max(sum(moment.values()) for moment in moments)
+    print(f"every {period}, autocast={autocast}: {predicted / measured.peak:.4f} of {measured.peak} bytes")
+    assert predicted == pytest.approx(measured.peak, rel=0.03)
+
+
+def test_the_attention_that_the_configuration_names_is_planned():
+    config = preset_config("gptoss-lite")
+    run = replace(RUN, completion_tokens=4096)
+    scores, flex = (plan_memory(config, replace(run, attention=x), H200).peak_bytes for x in ("eager", "flex"))
+    assert plan_memory(config, run, H200).peak_bytes == scores > 2 * flex
+    config._attn_implementation = "grpo_moe_sinks"
+    assert plan_memory(config, run, H200).peak_bytes == flex
+    assert plan_memory(config, replace(run, attention="eager"), H200).peak_bytes == scores
+
+
+def test_padding_costs_sdpa_repeated_keys_and_values():
+    shape = shape_of("qwen3-30b-a3b", 4)
+    extra = Phases(shape, RUN, H200, 1, "none")._blocks(8, 640)[0].saved["attention"]
+    extra -= Phases(shape, replace(RUN, padded=False), H200, 1, "none")._blocks(8, 640)[0].saved["attention"]
+    assert extra == 8 * 640 * 2 * 2 * (32 - 4) * 128
+
+
+def test_a_packed_row_has_scores_of_all_its_tokens():
+    shape = shape_of("gptoss-lite")
+    rows, packed = (Phases(shape, replace(RUN, padding_free=x), H200, 1, "none") for x in (False, True))
+    scores = [phases._blocks(*phases.batch)[0].saved["attention"] for phases in (rows, packed)]
+    assert scores[1] - scores[0] == (8 * (4 + 2) + 1) * 8 * 640 * 7 * 640  # softmax, rounded, mask
+    flex = [replace(RUN, padding_free=x, attention="flex") for x in (False, True)]
+    assert plan_memory(shape, flex[0], H200) == plan_memory(shape, flex[1], H200)
 
 
 def test_lora_keeps_what_its_adapters_read():
@@ -401,6 +468,26 @@ def test_logits_never_exist_whole():
 def test_plans_refuse_what_cannot_be(changes, where, message):
     with pytest.raises(ValueError, match=message):
         plan_memory(shape_of("qwen3-30b-a3b", 2), replace(RUN, **changes), H200, *where)
+
+
+def test_linear_attention_is_refused_by_name():
+    kind, own = FAMILIES["qwen3_next"]
+    config = getattr(transformers, kind)(**{**SMALL, **own})
+    with pytest.raises(ValueError, match="model_type must be of a model of softmax attention, got 'qwen3_next'"):
+        plan_memory(config, RUN, H200)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("family", ["qwen2_moe", "mixtral", "olmoe", "glm4_moe", "granitemoe", "minimax_m2"])
+def test_other_families_are_near_what_autograd_keeps(family, autocast):
+    """By their sizes alone: what these do besides costs or saves a few per cent."""
+    kind, own = FAMILIES[family]
+    config = getattr(transformers, kind)(**{**SMALL, **own})
+    options = {"attn_implementation": "sdpa", "experts_implementation": "stacked"}
+    measured = kept_bytes(AutoModelForCausalLM.from_config(config, **options).train(), autocast)
+    run = replace(RUN, micro_batch=ROWS, prompt_tokens=TOKENS - 8, completion_tokens=8, bf16=autocast, padded=False)
+    moment = Phases(ModelShape.from_config(config), replace(run, experts="stacked"), H200, 1, "none")._moments()[1]
+    assert sum(moment.values()) - moment["head"] == pytest.approx(measured, rel=0.1)
 
 
 def test_gpus_by_number_and_name():

@@ -10,6 +10,7 @@ import torch
 from grpo_moe.adapters.coverage import unreached_adapters
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl.batch import select
+from grpo_moe.rl.forecast import forecast_in_words, memory_forecast
 from grpo_moe.rl.metrics import Metrics
 from grpo_moe.rl.sharding import whole_tensor
 from grpo_moe.types import RolloutBatch
@@ -25,12 +26,18 @@ def check_gradients(sample: Sample, windows: Sequence) -> list[Check]:
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     load = _backward(sample, windows)
-    rule, fix = f"at most {MAX_MEMORY_SHARE:.0%} of the GPU", "lower per_device_train_batch_size"
+    rule = f"at most {MAX_MEMORY_SHARE:.0%} of the GPU, and forecast to fit"
+    fix = "lower per_device_train_batch_size or max_completion_length, or set gradient_checkpointing; see grpo-moe plan"
     memory = Check("memory", None, "measured on a GPU only", rule, fix)
     if on_gpu:
         peak, total = torch.cuda.max_memory_allocated(), torch.cuda.mem_get_info()[1]
-        value = f"{peak / 2**30:.1f} of {total / 2**30:.0f} GiB at the peak, without the optimiser's step"
-        memory = Check("memory", peak <= MAX_MEMORY_SHARE * total, value, rule, fix)
+        plan = memory_forecast(trainer, total)
+        value = (
+            f"{peak / 2**30:.1f} of {total / 2**30:.0f} GiB at the peak of this sample, without the optimiser's step; "
+        )
+        value += forecast_in_words(trainer, total)
+        fits = peak <= MAX_MEMORY_SHARE * total and (plan is None or plan.fits)
+        memory = Check("memory", fits, value, rule, fix)
     named = dict(trainer.policy.named_parameters())
     held = {id(p) for group in trainer.optimizer.param_groups for p in group["params"]}
     wrong = {
