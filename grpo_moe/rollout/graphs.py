@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -29,10 +31,22 @@ class StepGraphs:
         if self._graphs[rows] is None:
             graph = torch.cuda.CUDAGraph()
             # other threads, as of a data loader, may call CUDA meanwhile
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with _no_collection(), torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 self._step(rows)
             self._pool, self._graphs[rows] = graph.pool(), graph
         self._graphs[rows].replay()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without Python's garbage collector, which may come upon a graph: to free one spoils a capture that is going on."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def bucket(rows: int) -> int:
