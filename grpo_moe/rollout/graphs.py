@@ -39,7 +39,7 @@ class StepGraphs:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without Python's garbage collector, which may come upon a graph: to free one spoils a capture that is going on."""
+    """Without Python's garbage collector: if it comes upon an old graph and frees it, a capture is spoilt."""
     collects = gc.isenabled()
     gc.disable()
     try:
