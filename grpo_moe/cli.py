@@ -196,7 +196,8 @@ def _plan_table(report: dict[str, Any]) -> str:
         "",
         f"{verdict}; peak {report['peak_gib']:.1f} GiB in {report['peak_phase']}",
         f"rollout: {rows} of {wanted} sequences at once",
-        f"largest micro-batch that fits: {report['largest_micro_batch'] or 'none'}; longest completion: "
+        f"largest micro-batch that fits: {report['largest_micro_batch'] or 'none'} (of {wanted} rows); "
+        "longest completion: "
         f"{f'{completion} tokens' if completion else 'none'}",
         f"gradient checkpointing: {report['checkpointing']}{shardings}",
         f"FLOPs of a step on all GPUs: {flops}",

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedConfig
 
-from .activations import ATTENTIONS, LITE
+from .activations import ATTENTIONS
 from .hardware import GIB, Hardware
 from .phases import Phases, RunShape
 from .shapes import ModelShape
@@ -149,14 +149,11 @@ def choose_checkpointing(
 ) -> int | None:
     """The checkpointing that recomputes least and fits: None for none, else the largest period.
 
-    GPT-OSS-Lite wraps every g-th block (``grad_ckpt_every``), other models all: for them 1 or None.
-
     Raises:
         ValueError: not even period 1 fits; says by how much.
     """
     shape, run = _resolve(model_config, run)
-    periods = range(len(shape.blocks), 0, -1) if shape.model_type == LITE else (1,)
-    for period in (None, *periods):
+    for period in (None, *range(len(shape.blocks), 0, -1)):
         plan = plan_memory(shape, replace(run, checkpoint_period=period), hardware, *args, **kwargs)
         if plan.fits:
             return period
@@ -280,11 +277,6 @@ def _check(shape: ModelShape, run: RunShape, num_gpus: int, sharding: str) -> No
             raise ValueError(f"{name} must be {rule}, got {value!r}; {fix}")
     if run.checkpoint_period is not None:
         _at_least(checkpoint_period=run.checkpoint_period)
-        if run.checkpoint_period > 1 and shape.model_type != LITE:
-            raise ValueError(
-                f"checkpoint_period must be 1 for {shape.model_type}, got {run.checkpoint_period}; only GPT-OSS-Lite "
-                "wraps every g-th block (grad_ckpt_every)"
-            )
 
 
 def _at_least(**values: int) -> None:

@@ -51,7 +51,8 @@ PRESETS = {
     },
 }
 """What decides sizes, from the config.json of Qwen/Qwen3-30B-A3B-Instruct-2507, openai/gpt-oss-20b and -120b,
-allenai/OLMoE-1B-7B-0125; GPT-OSS-Lite's are its defaults."""
+allenai/OLMoE-1B-7B-0125; GPT-OSS-Lite's are its defaults,
+but for its experts, which run fused."""
 
 
 def preset_config(name: str) -> PreTrainedConfig:

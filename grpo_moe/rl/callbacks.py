@@ -13,8 +13,8 @@ class Callbacks:
 
     Events: train_begin, step_end (after the updates of a rollout, with ``metrics``), log (with ``logs``), evaluate
     (with ``metrics``), save, train_end. ``control.should_training_stop`` is heeded after any of them,
-    ``should_evaluate`` and ``should_save`` after step_end; every process must set them alike. ``state`` has
-    ``global_step``, ``max_steps``, ``epoch``, ``log_history`` and ``best_metric``, enough for EarlyStoppingCallback.
+    ``should_evaluate`` and ``should_save`` after step_end, each where any process asks. ``state`` has ``global_step``,
+    ``max_steps``, ``epoch``, ``log_history`` and ``best_metric``, enough for EarlyStoppingCallback.
 
     Args:
         callbacks: objects or classes.

@@ -266,7 +266,7 @@ def _damaged(path: str | os.PathLike, what: str) -> ValueError:
 def keep_update(
     folder: Path, batch: RolloutBatch, window: Window, policy: Policy, *, step: int, rank: int, grad_norm: float
 ) -> None:
-    """Saves this process's rows of an update that could not be made as ``update_<step>_<rank>.safetensors``."""
+    """Saves this process's rows of an update, made or not, as ``update_<step>_<rank>.safetensors``."""
     rows = torch.cat(window.micro_batches)
     part = select(batch, rows)
     logps = policy.logps(policy.model, part)  # on every process: the parameters may be sharded

@@ -139,6 +139,9 @@ def _check_options(path: Path, state: dict[str, Any], config: dict[str, Any], nu
     if "max_steps" in changed and config["lr_scheduler_type"] not in ("constant", "constant_with_warmup"):
         logger.warning("lr_scheduler_type %r follows max_steps: the learning rate is another one from here on than in "
                        "one run of %d updates", config["lr_scheduler_type"], config["max_steps"])  # fmt: skip
+    if state["num_processes"] != num_processes and config["dynamic_sampling"]:
+        logger.warning("dynamic_sampling on %d processes instead of %d keeps other groups than one run of the same "
+                       "number would", num_processes, state["num_processes"])  # fmt: skip
     sizes = [_rows_and_windows(*run) for run in ((saved, state["num_processes"]), (config, num_processes))]
     if sizes[0] != sizes[1]:
         raise ValueError(

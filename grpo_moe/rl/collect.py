@@ -119,6 +119,7 @@ class Collector:
         """Waits until the engine is idle, as before new weights; what went wrong is raised by ``collect``."""
         if self._ahead is not None:
             wait([self._ahead.completions])
+            self.accelerator.wait_for_everyone()  # all processes may share one engine
 
     def drop_next(self) -> None:
         """Gives up a rollout that was begun."""

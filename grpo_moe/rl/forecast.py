@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from grpo_moe import planning
 
+from .batch import Group
 from .collect import Rollout
 from .config import GRPOConfig
 
@@ -49,10 +51,11 @@ def memory_forecast(trainer: GRPOTrainer, memory_bytes: int) -> planning.MemoryP
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     hardware = planning.Hardware("this GPU", memory_bytes, 0.0, is_hopper)
     sharding = "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "none"
+    copies = accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
     try:
         shape = planning.ModelShape.from_config(config)
         run = run_shape(trainer.args, config, **given)
-        return planning.plan_memory(shape, run, hardware, accelerator.num_processes, sharding)
+        return planning.plan_memory(shape, run, hardware, accelerator.num_processes // copies, sharding)
     except ValueError:
         return None
 
@@ -85,22 +88,32 @@ class Utilization:
                 self.shape = None
 
     def metrics(self, rollout: Rollout, seconds: dict[str, float]) -> dict[str, float]:
-        """``mfu/<phase>`` of this process for its groups, by their mean lengths; recomputation does not count."""
-        completions = [c for group in rollout.kept for c in group.completions]
-        if self.shape is None or not completions:
+        """``mfu/<phase>`` of this process for its groups, by their mean lengths; recomputation does not count.
+
+        None of rollouts that run beside the update.
+        """
+        if self.shape is None:
             return {}
+        phases = {"update": self._flops(rollout.kept, "forward", "backward")}
+        if not self.args.rollout_lag:
+            phases["rollout"] = self._flops(rollout.generated, "prefill", "decode")
+        return {
+            f"mfu/{phase}": planning.model_flops_utilization(count, seconds[phase], self.peak)
+            for phase, count in phases.items()
+            if count and seconds.get(phase)
+        }
+
+    def _flops(self, groups: Sequence[Group], *parts: str) -> int:
+        completions = [c for group in groups for c in group.completions]
+        if not completions:
+            return 0
         flops = planning.grpo_step_flops(
             self.shape,
             num_sequences=len(completions),
             num_generations=self.args.num_generations,
-            prompt_tokens=round(sum(len(g.prompt.input_ids) for g in rollout.kept) / len(rollout.kept)),
+            prompt_tokens=round(sum(len(g.prompt.input_ids) for g in groups) / len(groups)),
             completion_tokens=max(1, round(sum(len(c.token_ids) for c in completions) / len(completions))),
             num_iterations=self.args.num_iterations,
             frozen=not self.trains_all,
         )
-        phases = {"rollout": flops["prefill"] + flops["decode"], "update": flops["forward"] + flops["backward"]}
-        return {
-            f"mfu/{phase}": planning.model_flops_utilization(count, seconds[phase], self.peak)
-            for phase, count in phases.items()
-            if seconds.get(phase)
-        }
+        return sum(flops[part] for part in parts)

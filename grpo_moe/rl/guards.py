@@ -66,10 +66,10 @@ def out_of_memory_explained(args: GRPOConfig, planned: Callable[[int], str]) -> 
 
 
 def rehearse(trainer: GRPOTrainer) -> None:
-    """On a GPU, a micro-batch of the longest prompt and completions, forward and backward: memory ends now or never.
+    """On a GPU, micro-batches of the longest prompt and completions, forward and backward, so that memory ends early.
 
-    After the first rollout, when the optimiser has its state. Nothing is learned: advantages are 0, and the gradient
-    is dropped.
+    After the first rollout, when the optimiser has its state; rollouts are not rehearsed. Nothing is learned:
+    advantages are 0, and the gradient is dropped.
     """
     if trainer.accelerator.device.type != "cuda":
         return
@@ -80,7 +80,8 @@ def rehearse(trainer: GRPOTrainer) -> None:
     batch = collate([group], torch.zeros(rows), mask_truncated=False, device=trainer.accelerator.device)
     known = batch.sampling_logps
     batch = replace(batch, old_logps=known, ref_logps=known if trainer.args.beta else None)
-    window = Window([torch.arange(rows)], rows * tokens, rows)
-    trainer.accelerator.backward(trainer.loss(batch, window, Metrics()))
+    window = Window([torch.arange(rows)], rows * tokens, rows, expert_load=torch.zeros(()))
+    for _ in range(min(2, trainer.args.gradient_accumulation_steps)):  # the second beside the gradients of the first
+        trainer.accelerator.backward(trainer.loss(batch, window, Metrics()))
     trainer.routing.finish(Metrics())
     trainer.optimizer.zero_grad()

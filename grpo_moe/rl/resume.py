@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, run_settings, save_checkpoint
-from .run_folder import find_checkpoint, start_run
+from .run_folder import claim_folder, find_checkpoint, start_run
 from .state import TrainerState
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def resume_run(trainer: GRPOTrainer, name: str | bool | None) -> None:
             trainer.state.run_id = start_run(folder)
         return
     state = load_checkpoint(trainer.accelerator, path, _settings(trainer))
+    if trainer.accelerator.is_main_process:  # it goes on here, wherever the checkpoint stands
+        claim_folder(folder, state["run_id"], keep=path)
     trainer.source.load_state_dict(state["source"])
     trainer.state = TrainerState(**{name: state.get(name, v) for name, v in asdict(TrainerState()).items()})
     trainer.timer.totals = dict(trainer.state.phase_seconds)

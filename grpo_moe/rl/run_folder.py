@@ -16,18 +16,10 @@ STATE_FILE = "grpo_state.json"
 STATE_KEYS = {"step", "num_processes", "config", "files", "random_streams", "checksum"}
 RUN_FILE = "run_id"
 RUN_FILES = (
-    RUN_FILE,
-    "checkpoint-*",
-    "metrics.jsonl",
-    "expert_load.jsonl",
-    "completions",
-    "capsules",
-    "summary.json",
-    "*.png",
-    "report.html",
-    "model",
+    r"checkpoint-\d+|metrics\.jsonl|expert_load\.jsonl|completions|capsules|summary\.json|model|report\.html"
+    r"|(curves|signal|experts|expert_load)\.png"
 )
-"""What a run writes into its folder, as patterns."""
+"""What else a run writes into its folder: a pattern of whole names."""
 
 
 def start_run(output_dir: str | os.PathLike) -> str:
@@ -35,17 +27,33 @@ def start_run(output_dir: str | os.PathLike) -> str:
 
     Call on the main process; returns the name for ``state["run_id"]``.
     """
-    folder, name = Path(output_dir), uuid.uuid4().hex
+    name = uuid.uuid4().hex
+    claim_folder(output_dir, name)
+    return name
+
+
+def claim_folder(output_dir: str | os.PathLike, name: str, keep: Path | None = None) -> None:
+    """Makes the folder that of the run ``name``; what another run left there goes into ``earlier-<n>``.
+
+    Call on the main process.
+
+    Args:
+        keep: a checkpoint that is read next, which stays where it is.
+    """
+    folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    left = [path for pattern in RUN_FILES for path in folder.glob(pattern)]
-    if (folder / RUN_FILE).exists() and len(left) > 1:
-        aside = folder / f"earlier-{len(list(folder.glob('earlier-*'))) + 1}"
+    run = folder / RUN_FILE
+    if run.is_file() and run.read_text(encoding="utf-8", errors="replace") == name:
+        return
+    left = [path for path in folder.iterdir() if re.fullmatch(RUN_FILES, path.name) and path != keep]
+    if run.is_file() and left:
+        numbers = [int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"earlier-(\d+)", path.name))]
+        aside = folder / f"earlier-{max(numbers, default=0) + 1}"
         aside.mkdir()
-        for path in left:
+        for path in [*left, run]:  # last what says that there is a run to move
             path.replace(aside / path.name)
         print(f"The earlier run in {folder} is now in {aside}.")
-    (folder / RUN_FILE).write_text(name, encoding="utf-8")
-    return name
+    run.write_text(name, encoding="utf-8")
 
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:

@@ -65,13 +65,13 @@ def whole_parameters(model: torch.nn.Module) -> Iterator[None]:
         yield
         return
     model._get_fsdp_state()._lazy_init()  # before the first forward a part would take itself for the root
-    for module in sharded:
-        module.unshard()
     hooks_before = [(hooks, dict(hooks)) for hooks in _hooks(model)]
-    for hooks, before in hooks_before:
-        for key in [key for key, hook in before.items() if _is_fsdp(hook)]:
-            del hooks[key]
     try:
+        for module in sharded:
+            module.unshard()
+        for hooks, before in hooks_before:
+            for key in [key for key, hook in before.items() if _is_fsdp(hook)]:
+                del hooks[key]
         yield
     finally:
         for hooks, before in hooks_before:
@@ -91,9 +91,15 @@ def whole_tensor(tensor: torch.Tensor | None) -> torch.Tensor | None:
 def whole_state(model: torch.nn.Module, accelerator: Accelerator) -> dict[str, torch.Tensor] | None:
     """The state dict of a sharded model, gathered on the main process's CPU; None for a model that is whole.
 
-    Every process takes part.
+    Every process takes part. Tied weights are one tensor, as save_pretrained knows them.
     """
-    return accelerator.get_state_dict(model) if accelerator.is_fsdp2 else None
+    if not accelerator.is_fsdp2:
+        return None
+    state, first = accelerator.get_state_dict(model), {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in state:
+            state[name] = state[first.setdefault(id(parameter), name)]
+    return state
 
 
 def _hooks(model: torch.nn.Module) -> list[dict]:

@@ -139,9 +139,12 @@ class GRPOTrainer:
                     self._log_step(metrics)
                     self.state.check_rewards(metrics)
                     asked = self.callbacks("step_end", self.state, metrics=metrics)
-                    interrupted, ended = agree(guard.requested, self.state.is_done(self.args))
-                    evaluates = asked.should_evaluate or self.state.crossed(self.args.eval_steps, before)
-                    saves = interrupted or asked.should_save or self.state.crossed(self.args.save_steps, before)
+                    ended = self.state.is_done(self.args)
+                    interrupted, ended, evaluates, saves = agree(
+                        guard.requested, ended, asked.should_evaluate, asked.should_save
+                    )
+                    evaluates = evaluates or self.state.crossed(self.args.eval_steps, before)
+                    saves = saves or interrupted or self.state.crossed(self.args.save_steps, before)
                     if evaluates and not (ended or interrupted):
                         self._evaluate()
                 if saves:
@@ -149,8 +152,8 @@ class GRPOTrainer:
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
                 (done,) = agree(ended or asked.should_training_stop)
-            check_ranks_agree(self.policy)
             self.save_model()
+            check_ranks_agree(self.policy)
             self.state.evaluations["after"] = self._evaluate()
             self.callbacks("train_end", self.state)
         end_trackers(self.accelerator)

@@ -6,7 +6,8 @@ from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 from transformers import EarlyStoppingCallback, TrainerCallback
 
 from grpo_moe import GRPOConfig, GRPOTrainer
-from grpo_moe.rl.run_folder import best_checkpoint
+from grpo_moe.rl.metrics import read_metrics
+from grpo_moe.rl.run_folder import best_checkpoint, list_checkpoints
 
 
 class Recorder(TrainerCallback):
@@ -119,6 +120,19 @@ def test_an_error_between_updates_leaves_a_checkpoint_of_what_was_learned(tmp_pa
     whole.train()
     for ours, expected in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
         assert torch.equal(ours, expected)
+
+
+def test_a_resume_from_another_folder_goes_on_in_its_own(tmp_path):
+    run(tmp_path / "a", max_steps=4, save_steps=2).train()
+    options = {"resume_from_checkpoint": str(tmp_path / "a" / "checkpoint-2"), "save_steps": 2, "save_total_limit": 2}
+    run(tmp_path / "b", **options).train()
+    assert [path.name for path in list_checkpoints(tmp_path / "b")] == ["checkpoint-6", "checkpoint-8"]
+    run(tmp_path / "a", max_steps=2, save_steps=2).train()  # a fresh run, which puts the first one aside
+    options["resume_from_checkpoint"] = str(tmp_path / "a" / "earlier-1" / "checkpoint-2")
+    run(tmp_path / "a", **options).train()
+    assert [line["step"] for line in read_metrics(tmp_path / "a" / "metrics.jsonl") if "reward" in line] == [4, 6, 8]
+    assert (tmp_path / "a" / "earlier-2" / "checkpoint-2").is_dir()
+    assert [path.name for path in list_checkpoints(tmp_path / "a")] == ["checkpoint-6", "checkpoint-8"]
 
 
 def test_the_first_and_last_evaluation_can_be_the_best(tmp_path):

@@ -21,7 +21,7 @@ from grpo_moe.rl.run_folder import best_checkpoint, find_checkpoint, list_checkp
 
 CONFIG = {
     "learning_rate": 0.1, "max_steps": 9, "lr_scheduler_type": "constant", "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2, "steps_per_generation": 4,
+    "gradient_accumulation_steps": 2, "steps_per_generation": 4, "dynamic_sampling": False,
 }  # fmt: skip
 
 
@@ -219,13 +219,19 @@ def test_a_folder_without_a_state_is_not_passed_over(run, tmp_path):
 def test_a_fresh_run_puts_an_earlier_one_aside(run, tmp_path, capsys):
     run.save(1)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    (tmp_path / "notes.txt").write_text("mine")
+    for mine in ("notes.txt", "holiday.png", "checkpoint-from-trl"):
+        (tmp_path / mine).write_text("mine")
     start_run(tmp_path)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["earlier-1", "notes.txt", "run_id"]
+    kept = ["checkpoint-from-trl", "earlier-1", "holiday.png", "notes.txt", "run_id"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == kept
     assert steps(tmp_path / "earlier-1") == [1] and (tmp_path / "earlier-1" / "metrics.jsonl").exists()
     assert "is now in" in capsys.readouterr().out
     start_run(tmp_path)
     assert not (tmp_path / "earlier-2").exists()  # there was nothing of a run yet
+    (tmp_path / "earlier-1").rename(tmp_path / "earlier-7")
+    (tmp_path / "metrics.jsonl").write_text("{}\n")
+    start_run(tmp_path)
+    assert (tmp_path / "earlier-8" / "metrics.jsonl").exists()
 
 
 # --- rotation

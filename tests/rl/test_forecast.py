@@ -93,8 +93,19 @@ def test_models_that_the_planner_does_not_know_go_without(tmp_path, monkeypatch)
     assert memory_forecast(run, GIB) is None and "no forecast" in forecast_in_words(run, GIB)
 
 
-def test_a_rehearsal_runs_the_longest_rows_and_teaches_nothing(tmp_path, monkeypatch):
-    run, twin = made(tmp_path / "a", beta=0.1), made(tmp_path / "b", beta=0.1)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beta": 0.1},
+        {"router_aux_loss_coef": 0.1},
+        {"num_iterations": 2, "routing_replay": "R2"},
+        {"routing_replay": "R3"},
+        {"padding_free": True, "gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "importance_sampling_level": "sequence"},
+    ],
+)
+def test_a_rehearsal_runs_the_longest_rows_and_teaches_nothing(tmp_path, monkeypatch, options):
+    run, twin = made(tmp_path / "a", **options), made(tmp_path / "b", **options)
     shapes, loss = [], run.loss
     monkeypatch.setattr(run, "loss", lambda batch, *rest: (shapes.append(batch.input_ids.shape), loss(batch, *rest))[1])
     for trainer in (run, twin):
