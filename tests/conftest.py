@@ -15,3 +15,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 @pytest.fixture(autouse=True)
 def fixed_seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Whatever a library did to it in a test before: sums of several threads round otherwise."""
+    torch.set_num_threads(1)
