@@ -103,8 +103,7 @@ def plan_memory(
             for comparison.
 
     Raises:
-        ValueError: an option out of range; linear attention, whose kernels keep what they like; checkpointing of every
-            g-th block for a model that wraps all.
+        ValueError: an option out of range; linear attention, whose kernels keep what they like.
     """
     shape, run = _resolve(model_config, run)
     _check(shape, run, num_gpus, sharding)

@@ -41,7 +41,8 @@ class Callbacks:
             ValueError: one returned something else than None or a TrainerControl.
         """
         self._state.global_step, self._state.best_metric = state.step, state.best.get("value")
-        if line := details.get("logs") or details.get("metrics"):
+        if event in ("log", "evaluate"):
+            line = details.get("logs") or details["metrics"]
             self._state.epoch = line.get("epoch", self._state.epoch)
             self._state.log_history.append({"step": state.step, **line})
         self._control.should_evaluate = self._control.should_save = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,31 +41,32 @@ def run_shape(args: GRPOConfig, config: Any, **given: Any) -> planning.RunShape:
 def memory_forecast(trainer: GRPOTrainer, memory_bytes: int) -> planning.MemoryPlan | None:
     """The plan of a trainer on GPUs of this size; None where the planner does not know the model."""
     accelerator, config = trainer.accelerator, trainer.policy.config
-    implementation = {"eager": "eager", "sdpa": "sdpa", "grpo_moe_sinks": "flex", "flex_attention": "flex"}
     given = {
         "prompt_tokens": trainer.source.longest(),
         "bf16": accelerator.mixed_precision == "bf16",
         "lora_rank": getattr(trainer.adapters.active_peft_config, "r", 0) if trainer.adapters is not None else 0,
         "weight_bytes": 2 if trainer.policy.dtype.itemsize == 2 else 4,
-        "attention": implementation.get(config._attn_implementation),
     }
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
     hardware = planning.Hardware("this GPU", memory_bytes, 0.0, is_hopper)
     sharding = "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "none"
     copies = accelerator.parallelism_config.dp_replicate_size if accelerator.parallelism_config else 1
     try:
-        shape = planning.ModelShape.from_config(config)
         run = run_shape(trainer.args, config, **given)
-        return planning.plan_memory(shape, run, hardware, accelerator.num_processes // copies, sharding)
+        return planning.plan_memory(config, run, hardware, accelerator.num_processes // copies, sharding)
     except ValueError:
         return None
 
 
 def forecast_in_words(trainer: GRPOTrainer, memory_bytes: int) -> str:
     """:func:`memory_forecast` in a line."""
-    plan = memory_forecast(trainer, memory_bytes)
+    return plan_in_words(memory_forecast(trainer, memory_bytes))
+
+
+def plan_in_words(plan: planning.MemoryPlan | None) -> str:
+    """The phases of a plan in a line."""
     if plan is None:
-        return f"no forecast for {type(trainer.policy).__name__}"
+        return "no forecast: the planner does not know the model"
     phases = ", ".join(f"{phase} {plan.bytes_of(phase) / 2**30:.1f}" for phase in plan.phases)
     return f"forecast: {phases} of {plan.capacity_bytes / 2**30:.1f} GiB"
 
@@ -81,11 +83,9 @@ class Utilization:
     def __init__(self, config: Any, args: GRPOConfig, *, trains_all: bool):
         self.args, self.trains_all, self.shape = args, trains_all, None
         if torch.cuda.is_available():
-            try:
+            with suppress(ValueError):
                 self.peak = planning.device_peak_flops(torch.cuda.get_device_name())
                 self.shape = planning.ModelShape.from_config(config)
-            except ValueError:
-                self.shape = None
 
     def metrics(self, rollout: Rollout, seconds: dict[str, float]) -> dict[str, float]:
         """``mfu/<phase>`` of this process for its groups, by their mean lengths; recomputation does not count.

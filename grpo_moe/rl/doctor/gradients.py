@@ -10,7 +10,7 @@ import torch
 from grpo_moe.adapters.coverage import unreached_adapters
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl.batch import select
-from grpo_moe.rl.forecast import forecast_in_words, memory_forecast
+from grpo_moe.rl.forecast import memory_forecast, plan_in_words
 from grpo_moe.rl.metrics import Metrics
 from grpo_moe.rl.sharding import whole_tensor
 from grpo_moe.types import RolloutBatch
@@ -35,7 +35,7 @@ def check_gradients(sample: Sample, windows: Sequence) -> list[Check]:
         value = (
             f"{peak / 2**30:.1f} of {total / 2**30:.0f} GiB at the peak of this sample, without the optimiser's step; "
         )
-        value += forecast_in_words(trainer, total)
+        value += plan_in_words(plan)
         fits = peak <= MAX_MEMORY_SHARE * total and (plan is None or plan.fits)
         memory = Check("memory", fits, value, rule, fix)
     named = dict(trainer.policy.named_parameters())
