@@ -42,11 +42,11 @@ class RecipeConfig:
 
     def __post_init__(self):
         if self.preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}")
+            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}; check the spelling")
         if self.warm_start_steps is not None and self.warm_start_steps < 1:
-            raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}")
+            raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}; leave it out")
         if self.dataset_name is not None and self.task != "countdown":
-            raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}")
+            raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}; give one of the two")
         if self.model_name_or_path is None and (self.task != "countdown" or self.dataset_name is not None):
             raise ValueError(
                 "model_name_or_path must be set with another task or dataset, got None; the embedded policy only knows "
@@ -67,13 +67,7 @@ def main() -> None:
     use_all_cores(args)
     model, tokenizer = recipe.model_name_or_path, None
     if own_policy:
-        room = preset.model["max_position_embeddings"]
-        if args.max_completion_length >= room // 2:
-            raise ValueError(
-                f"max_completion_length must be below {room // 2} with the embedded policy, whose context is {room}, "
-                f"got {args.max_completion_length}"
-            )
-        model, tokenizer = warm_started_policy(preset, args.seed, recipe.cache_dir, recipe.warm_start_steps)
+        model, tokenizer = warm_started_policy(preset, args, recipe.cache_dir, recipe.warm_start_steps)
     trainer = GRPOTrainer(
         model, task.reward, args, task.train_dataset, eval_dataset=task.eval_dataset, processing_class=tokenizer
     )

@@ -11,6 +11,7 @@ from accelerate import PartialState
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer
 from grpo_moe.rl.launch import runs_on_cpu
+from grpo_moe.text import printable
 
 
 def use_all_cores(args: GRPOConfig) -> None:
@@ -35,7 +36,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {printable(error)}", file=sys.stderr)
         sys.exit(2)  # 1 is what grpo-moe doctor says of a failed check
     except KeyboardInterrupt as interrupt:
         saved = f"{interrupt}\nadd --resume_from_checkpoint to go on"  # the trainer says what it saved

@@ -15,6 +15,7 @@ from grpo_moe import GptOssLiteConfig, GptOssLiteForCausalLM
 from grpo_moe.data import character_tokenizer
 from grpo_moe.rewards import Countdown, answer_reward, countdown_reward
 from grpo_moe.rewards.countdown import ALPHABET
+from grpo_moe.rl import GRPOConfig
 from grpo_moe.rl.warm_start import WarmStart, warm_start
 
 EVAL_SEED = 1_000_007  # held-out problems are the same for every seed of a run
@@ -105,6 +106,44 @@ PRESETS = {
             max_train_seconds=300.0,
         ),
     ),
+    "h200": Preset(  # 150M parameters, 56M active, and multiplications: pretrain_then_dapo.py, ten minutes of one H200
+        countdown=Countdown(
+            num_numbers=4,
+            max_number=30,
+            operators="+-*",
+            max_attempts=8,
+            continue_probability=0.5,
+            aim_probability=0.05,
+        ),
+        model=dict(
+            hidden_size=512,
+            intermediate_size=1024,
+            num_hidden_layers=10,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            head_dim=64,
+            sliding_window=128,
+            rope_theta=1000.0,
+            yarn_scale_factor=1.0,
+            max_position_embeddings=512,
+            initializer_range=0.03,
+            moe_dispatch="fused",
+        ),
+        warm_start=WarmStart(steps=1500, learning_rate=6e-4, bf16=True, save_every=250),
+        warm_start_batch_size=256,
+        training=dict(
+            bf16=True,
+            max_completion_length=168,
+            per_device_train_batch_size=256,
+            steps_per_generation=4,
+            num_generations=16,
+            learning_rate=5e-5,
+            adam_beta2=0.95,
+            warmup_steps=8,
+            max_steps=480,
+            max_train_seconds=330.0,
+        ),
+    ),
 }
 
 
@@ -184,13 +223,14 @@ def dataset_task(name: str) -> Task:
         train = data["train"]
     except Exception as error:  # of many kinds: no files, no network, damaged rows, no such split
         raise ValueError(
-            f"dataset_name must be a hub dataset, a folder, or a jsonl, csv or parquet file, got {name!r}: {error}"
+            f"dataset_name must be a hub dataset, a folder, or a jsonl, csv or parquet file, got {name!r}: {error}; "
+            "mend it or give another one"
         ) from error
     missing = [column for column in ("prompt", "answer") if column not in train.column_names]
     if missing or len(train) < 2:
         raise ValueError(
             f"dataset_name must have two or more rows with the columns prompt and answer, got {len(train)} rows with "
-            f"{', '.join(train.column_names)} in {name!r}"
+            f"{', '.join(train.column_names)} in {name!r}; rename its columns"
         )
     if "test" in data:
         return Task(train, data["test"].select(range(min(500, len(data["test"])))), answer_reward)
@@ -204,15 +244,24 @@ def vocabulary_of(tokenizer) -> dict[str, int]:
     return {"vocab_size": len(tokenizer), **special}
 
 
-def warm_started_policy(preset: Preset, seed: int, cache_dir: str | Path, steps: int | None = None):
+def warm_started_policy(preset: Preset, args: GRPOConfig, cache_dir: str | Path, steps: int | None = None):
     """The embedded default's policy and tokenizer after the warm start, which is cached by its settings.
 
     Args:
         preset: the size.
-        seed: of the weights and the demonstrations.
+        args: of the training that follows; its seed is that of the weights and the demonstrations.
         cache_dir: folder of the cache.
         steps: updates, instead of the preset's.
+
+    Raises:
+        ValueError: completions would not fit the policy's context.
     """
+    seed, room = args.seed, preset.model["max_position_embeddings"]
+    if args.max_completion_length >= room // 2:
+        raise ValueError(
+            f"max_completion_length must be below {room // 2} with the embedded policy, whose context is {room}, "
+            f"got {args.max_completion_length}; lower it"
+        )
     options = preset.warm_start if steps is None else replace(preset.warm_start, steps=steps)
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(seed)

@@ -36,6 +36,15 @@ class WarmStart:
     """Weight of the load-balancing loss, so that experts start out in use."""
     log_every: int = 100
     """Updates between printed lines; 0 prints none."""
+    bf16: bool = False
+    """Mixed precision: forward in bf16 by autocast, weights and optimiser in fp32."""
+    save_every: int = 0
+    """Updates between saves beside the cache, from which an interrupted call goes on; 0 starts again."""
+
+    def __post_init__(self):
+        for name, least in (("steps", 1), ("log_every", 0), ("save_every", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
 
 
 def warm_start(
@@ -67,21 +76,26 @@ def warm_start(
         if path.exists():
             load_model(model, str(path))
             return
-        _train(model, tokenizer, demonstrations, options)
         path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = path.with_suffix(".unfinished.pt")
+        _train(model, tokenizer, demonstrations, options, unfinished)
         with atomic_path(path) as temporary:
             save_model(model, str(temporary))
+        unfinished.unlink(missing_ok=True)
 
 
-def _train(model, tokenizer, demonstrations, options):
+def _train(model, tokenizer, demonstrations, options, unfinished):
     add_token_logps(model).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     scheduler = get_scheduler(
         "cosine_with_min_lr", optimizer, 20, options.steps, scheduler_specific_kwargs={"min_lr_rate": 0.1}
     )
+    parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+    done = _load_unfinished(unfinished, parts, model.device)
     started = time.perf_counter()
-    for step in range(1, options.steps + 1):
-        loss = _loss(model, tokenizer, demonstrations(step), options.router_aux_loss_coef)
+    for step in range(done + 1, options.steps + 1):
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=options.bf16):
+            loss = _loss(model, tokenizer, demonstrations(step), options.router_aux_loss_coef)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -90,6 +104,20 @@ def _train(model, tokenizer, demonstrations, options):
         if options.log_every and step % options.log_every == 0:
             seconds = time.perf_counter() - started
             print(f"warm start {step}/{options.steps}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
+        if options.save_every and step % options.save_every == 0 and step < options.steps:
+            with atomic_path(unfinished) as temporary:
+                torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, temporary)
+
+
+def _load_unfinished(path: Path, parts: dict, device: torch.device) -> int:
+    """The updates that an interrupted call had saved, whose state the parts now have; 0 without one."""
+    if not path.exists():
+        return 0
+    saved = torch.load(path, map_location=device, weights_only=True)
+    for name, part in parts.items():
+        part.load_state_dict(saved[name])
+    print(f"warm start goes on after update {saved['step']}", flush=True)
+    return saved["step"]
 
 
 def _loss(model, tokenizer, pairs, aux_coefficient):
