@@ -1,6 +1,8 @@
 """Whole steps of GRPOTrainer on published shapes with random weights: seconds by phase and peak memory, on 1..n GPUs.
 
     python benchmark/grpo_step.py --out results.jsonl [--shapes qwen3 gptoss_lite] [--every 0 3 1]
+    python benchmark/grpo_step.py --out FILE --shapes qwen3-30b-a3b gpt-oss-20b --completion 1024 --every 1 --lora 16 \
+        --lora_experts --weights bf16 --build_on_gpu
     accelerate launch --config_file recipes/accelerate/fsdp2.yaml --num_processes 2 benchmark/grpo_step.py --out FILE
 
 Every process takes the same number of prompts however many there are (weak scaling): the efficiency of n GPUs is the
@@ -9,8 +11,8 @@ Rollout (NativeEngine), old log-probabilities, update with AdamW on fp32 master 
 or FSDP2's bf16 parameters. seconds_* are medians over the steps after the first, peak_gib the most that the allocator
 held in each phase on the main process, all weights included; planned_gib_* is what grpo_moe.planning expects of it.
 gradient_checkpointing is the period of the wrapped blocks, 0 without. Models with sinks run "grpo_moe_sinks"
-(FlexAttention). The shapes have 4 layers unless their name says more. --random_rollouts leaves the engine out: random
-tokens instead, for the update alone.
+(FlexAttention). The shapes have 4 layers unless their name says more; published names (qwen3-30b-a3b, ...) are whole.
+mfu_* are shares of the peak. --random_rollouts leaves the engine out: random tokens instead, for the update alone.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ LETTERS = "abcdefghijklmnopqrstuvwxyz"
 LITE = {"moe_dispatch": "fused", "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SHAPES = {
     **PUBLISHED,
+    **{name: planning.preset_config(name) for name in planning.PRESETS},
     "qwen3_24": Qwen3MoeConfig(**{**PUBLISHED["qwen3"].to_dict(), "num_hidden_layers": 24}),
     "gptoss_lite": GptOssLiteConfig(**LITE),
     "gptoss_lite_tiny": GptOssLiteConfig(
@@ -54,6 +57,7 @@ SHAPES = {
     ),  # fmt: skip
 }
 PHASES = ("rollout", "logps", "update")
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class PeakTimer(PhaseTimer):
@@ -100,7 +104,7 @@ def make_trainer(name: str, options, folder: str) -> GRPOTrainer:
     config = copy.deepcopy(SHAPES[name])
     config.grad_ckpt_every = max(options.every, 1)
     with torch.device("cuda" if on_gpu and options.build_on_gpu else "cpu"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[options.weights])
     if hasattr(model, "set_experts_implementation") and "lite" not in name:
         model.set_experts_implementation("grpo_moe")
     if "gpt" in name and on_gpu:  # those with sinks
@@ -120,7 +124,9 @@ def make_trainer(name: str, options, folder: str) -> GRPOTrainer:
     if options.lora:
         from peft import LoraConfig
 
-        peft_config = LoraConfig(r=options.lora, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+        experts = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if options.lora_experts else None
+        modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        peft_config = LoraConfig(r=options.lora, target_modules=modules, target_parameters=experts)
     engine = RandomEngine(config.vocab_size) if options.random_rollouts else None
     tokenizer = character_tokenizer(LETTERS + " ")
     trainer = GRPOTrainer(
@@ -140,6 +146,8 @@ def measure(name: str, options) -> dict:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     seconds = {f"seconds_{p}": statistics.median(x.get(f"seconds/{p}", 0.0) for x in lines[1:]) for p in PHASES}
+    seconds["seconds_step"] = sum(seconds.values())
+    mfu = {f"mfu_{p}": statistics.median(x.get(f"mfu/{p}", 0.0) for x in lines[1:]) for p in ("rollout", "update")}
     tokens = options.prompts * options.generations * options.completion
     accelerator = trainer.accelerator
     kind = "fsdp2" if accelerator.is_fsdp2 else "ddp" if accelerator.num_processes > 1 else "single"
@@ -147,8 +155,10 @@ def measure(name: str, options) -> dict:
     return {
         "op": "grpo_step", "impl": kind, "shape": name, "world": accelerator.num_processes, **seconds, **peaks,
         "completion_tokens_per_process": tokens, "rollout_tokens_per_s": tokens / seconds["seconds_rollout"],
+        "step_tokens_per_s": tokens / seconds["seconds_step"], **mfu,
         "micro_batch": options.micro_batch, "prompt": options.prompt, "completion": options.completion,
-        "gradient_checkpointing": options.every, "lora": options.lora,
+        "gradient_checkpointing": options.every, "lora": options.lora, "lora_experts": options.lora_experts,
+        "weights": options.weights,
         "padding_free": options.padding_free, "grad_norm": lines[-1]["grad_norm"],
         "sampling_logp_difference_mean": lines[-1].get("sampling_logp_difference_mean"),
         "parameters": sum(p.numel() for p in trainer.policy.parameters()),
@@ -163,6 +173,7 @@ def planned(name: str, options, world: int, sharding: str) -> dict[str, float]:
         micro_batch=options.micro_batch, prompt_tokens=options.prompt, completion_tokens=options.completion,
         prompts_per_rollout=options.prompts, num_generations=options.generations,
         accumulates=rows > options.micro_batch, checkpoint_period=options.every or None, lora_rank=options.lora,
+        lora_experts=options.lora_experts, weight_bytes=DTYPES[options.weights].itemsize,
         padding_free=options.padding_free, padded=False, attention="flex" if "gpt" in name else None,
     )  # fmt: skip
     sharding = {"single": "none"}.get(sharding, sharding)
@@ -192,6 +203,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--completion", type=int, nargs="+", default=[512])
     parser.add_argument("--micro_batch", type=int, default=8)
     parser.add_argument("--lora", type=int, default=0, help="rank of LoRA on attention; 0 trains all")
+    parser.add_argument("--lora_experts", action="store_true", help="LoRA of that rank on every expert too")
+    parser.add_argument("--weights", choices=DTYPES, default="fp32", help="dtype of the weights; bf16 for LoRA alone")
     parser.add_argument("--every", type=int, nargs="+", default=[0], help="checkpoint every n-th block; 0 for none")
     parser.add_argument("--padding_free", action="store_true")
     parser.add_argument("--random_rollouts", action="store_true")

@@ -62,7 +62,7 @@ def can_run_experts(model: torch.nn.Module) -> bool:
 def experts_in(model: torch.nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """The float32 weights of the experts in a lower precision, for many forwards under autocast to it.
 
-    Each forward would round them anew. Those under a parametrisation, as of PEFT, stay; so do experts that others run.
+    Each forward would round them anew. Experts that others run stay as they are.
     """
     ours = getattr(model.config.get_text_config(), "_experts_implementation", None) in NAMES
     weights = [p for m in _experts_of(model) for p in m.parameters(recurse=False)] if ours else []

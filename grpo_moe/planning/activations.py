@@ -32,8 +32,15 @@ class Compute:
     """The weights of the model get no gradient: LoRA."""
     lora_rank: int = 0
     """Of adapters on the projections of attention; 0: none."""
+    lora_experts: bool = False
+    """Experts have adapters too: their weights are made anew with LoRA added, and get whole gradients."""
     padded: bool = False
     """Rows of different lengths: SDPA then takes a mask, and keys and values repeated to all heads."""
+
+    @property
+    def experts_frozen(self) -> bool:
+        """No gradient of an expert's weights is made."""
+        return self.frozen and not self.lora_experts
 
 
 @dataclass(frozen=True)
@@ -196,7 +203,7 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
         own = hidden * c if how.experts == "fused" else 0
     else:
         kept["router"] = 4 * hidden * trained if lite and how.hidden_bytes < 4 else 0
-        own = hidden * how.hidden_bytes if trained or how.experts == "fused" else 0
+        own = 0 if how.experts_frozen and how.experts == "stacked" else hidden * how.hidden_bytes
     probabilities = top_k if shape.model_type == "gpt_oss" else mlp.num_experts  # its softmax is over the chosen
     kept["router"] += 4 * probabilities + 12 * top_k
     pairs = rows * top_k
@@ -204,6 +211,7 @@ def _mlp(shape: ModelShape, block: BlockShape, rows: int, how: Compute) -> tuple
         kept["experts"] = own + top_k * _stacked(shape, mlp, how)
     else:
         kept["experts"] = own + top_k * (c * width + 24)
+    trained = 0 if how.experts_frozen else 1
     inner, weights = mlp.intermediate_size, c * block.parameters["experts"] * trained
     forward = c * pairs * (hidden + inner)
     # sorted gradients, those of the activations and pre-activations, weighted activations; then the down projection's
@@ -222,8 +230,8 @@ def _stacked(shape: ModelShape, mlp: MLPShape, how: Compute) -> float:
     biased = shape.model_type == "gpt_oss"
     gate = how.hidden_bytes if biased else c  # adding a bias of its own dtype
     weighted = how.hidden_bytes if biased or shape.model_type == LITE else c
-    acts = (6 if biased else 3) * inner * gate + inner * c * (not how.frozen)
-    return hidden * (c * (not how.frozen) + gate + weighted) + acts + 20
+    acts = (6 if biased else 3) * inner * gate + inner * c * (not how.experts_frozen)
+    return hidden * (c * (not how.experts_frozen) + gate + weighted) + acts + 20
 
 
 def _weight_copies(shape: ModelShape, block: BlockShape, how: Compute) -> int:
@@ -249,10 +257,13 @@ def kv_bytes(shape: ModelShape, tokens: int, element_bytes: int) -> int:
     return total
 
 
-def lora_parameters(shape: ModelShape, rank: int) -> int:
-    """Of adapters on every projection of attention: rank * (inputs + outputs)."""
+def lora_parameters(shape: ModelShape, rank: int, experts: bool = False) -> int:
+    """Of adapters on every projection of attention, and on both of each expert's: rank * (inputs + outputs)."""
     count = 0
     for block in shape.blocks if rank else ():
+        if experts and block.mlp is not None and block.mlp.num_experts:
+            widths = 3 if block.mlp.gated else 2  # gate and up side by side, then down
+            count += rank * block.mlp.num_experts * (2 * shape.hidden_size + widths * block.mlp.intermediate_size)
         a = block.attention
         if a is not None:
             query, key, value = a.heads * a.head_dim, a.kv_heads * a.head_dim, a.kv_heads * a.value_dim

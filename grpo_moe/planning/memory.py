@@ -72,6 +72,8 @@ def plan_memory(
 
     - weight_copies: under autocast the experts in bf16 for its length (``experts_in``), so the head, and autocast's own
       cache of the rest: 2P. "gathered": under FSDP2 all parameters (:func:`grpo_moe.rl.sharding.whole_parameters`).
+      "folded_lora": the experts once more where they have adapters (:func:`grpo_moe.adapters.hf_lora.folded_lora`); in
+      forward_backward each block has its own, among its activations, and whole gradients of it for a moment.
     - kv_cache: rows times tokens, a window's ring in windowed layers; rows are cut to 0.8 of the memory that is free.
     - logits: fp32, three times over the rows; prefill: one block's temporaries for at most 65,536 tokens of prompts.
 
@@ -270,6 +272,7 @@ def _check(shape: ModelShape, run: RunShape, num_gpus: int, sharding: str) -> No
         ("attention", run.attention, run.attention in (None, *ATTENTIONS), f"one of {ATTENTIONS}", "or None"),
         ("experts", run.experts, run.experts in ("fused", "stacked"), "fused or stacked", "fused are the kernels"),
         ("lora_rank", run.lora_rank, run.lora_rank >= 0, "at least 0", "0 trains everything"),
+        ("lora_experts", run.lora_experts, run.lora_rank > 0 or not run.lora_experts, "False", "give a lora_rank"),
     )
     for name, value, holds, rule, fix in rules:
         if not holds:

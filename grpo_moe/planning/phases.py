@@ -55,6 +55,8 @@ class RunShape:
     """Of a parameter as it was loaded: 4 (fp32 masters) or 2 (bf16, whose AdamW is bf16 too)."""
     lora_rank: int = 0
     """Adapters of this rank on all projections of attention, the weights frozen; 0: everything is trained."""
+    lora_experts: bool = False
+    """The experts have adapters of this rank too."""
     routes: bool = False
     """The rollout records routes (R3)."""
     attention: str | None = None
@@ -75,7 +77,9 @@ class Phases:
     def __init__(self, shape: ModelShape, run: RunShape, hardware: Hardware, num_gpus: int, sharding: str):
         self.shape, self.run, self.hardware, self.num_gpus, self.sharding = shape, run, hardware, num_gpus, sharding
         self.total = shape.total_parameters
-        self.lora = lora_parameters(shape, run.lora_rank)
+        self.lora = lora_parameters(shape, run.lora_rank, run.lora_experts)
+        adapted = [block.parameters["experts"] if run.lora_experts else 0 for block in shape.blocks]
+        self.folded = [run.weight_bytes * count for count in adapted]  # experts with their LoRA, made in each forward
         self.gathers = sharding in ("fsdp2", "zero3")
         half_weights = run.weight_bytes == 2 or (run.bf16 and sharding not in ("none", "ddp"))
         casts = run.bf16 and not half_weights
@@ -87,6 +91,7 @@ class Phases:
             experts=run.experts,
             frozen=run.lora_rank > 0,
             lora_rank=run.lora_rank,
+            lora_experts=run.lora_experts,
             padded=run.padded or run.padding_free,
         )
         self.batch = (1, run.micro_batch * run.tokens) if run.padding_free else (run.micro_batch, run.tokens)
@@ -152,6 +157,7 @@ class Phases:
         rest = {"prefill": max(x.forward for x in blocks)}
         if self.how.casts:
             rest["weight_copies"] = sum(x.weight_copies for x in blocks) + c * self.head
+        rest["folded_lora"] = sum(self.folded)
         if self.gathers:
             rest["gathered"] = c * self.total
         return wanted, per_row, rest
@@ -164,7 +170,7 @@ class Phases:
             copies = sum(self._cached(i) for i in range(len(blocks))) + max(x.weight_copies for x in blocks)
             c_head = self.how.operand_bytes * self.head
         return {
-            "temporaries": max(x.forward for x in blocks),
+            "temporaries": max(x.forward for x in blocks) + max(self.folded),
             "weight_copies": copies,
             "gathered": self._gathered(),
             "head": c_head + self._chunk_bytes(rows)[0] + rows * self.shape.hidden_size * self.how.hidden_bytes,
@@ -200,7 +206,7 @@ class Phases:
         head_grad = 0 if self.lora else how.operand_bytes * self.head * self.gathers or self._gradient_bytes(self.head)
         behind = [head_grad + x for x in accumulate(grads[::-1], initial=0)][::-1]  # of the blocks after each
         for number, x in enumerate(blocks):
-            again = x.total_saved + x.weight_copies if wrapped[number] else 0
+            again = x.total_saved + x.weight_copies + self.folded[number] if wrapped[number] else 0
             # FSDP2 reduces the block before meanwhile, in fp32; under autocast fp32 gradients are made of rounded ones,
             # gate and up (two thirds) before the other third is
             reduced = 4 * trained[number] if self.gathers else 0
@@ -215,8 +221,8 @@ class Phases:
         wrapped = [period is not None and number % period == 0 for number in range(len(blocks))]
         inputs = rows * self.shape.hidden_size * self.how.hidden_bytes
         chosen = [8 * rows * block.mlp.top_k if block.mlp else 0 for block in self.shape.blocks]
-        pairs = zip(blocks, wrapped, chosen, strict=True)
-        return wrapped, [inputs + experts if wraps else x.total_saved for x, wraps, experts in pairs]
+        pairs = zip(blocks, wrapped, chosen, self.folded, strict=True)
+        return wrapped, [inputs + experts if wraps else x.total_saved + folded for x, wraps, experts, folded in pairs]
 
     def _outside(self) -> int:
         """Of activations outside of blocks, and masks [B, T, T] by kind of layer."""

@@ -41,10 +41,12 @@ def run_shape(args: GRPOConfig, config: Any, **given: Any) -> planning.RunShape:
 def memory_forecast(trainer: GRPOTrainer, memory_bytes: int) -> planning.MemoryPlan | None:
     """The plan of a trainer on GPUs of this size; None where the planner does not know the model."""
     accelerator, config = trainer.accelerator, trainer.policy.config
+    adapters = None if trainer.adapters is None else trainer.adapters.active_peft_config
     given = {
         "prompt_tokens": trainer.source.longest(),
         "bf16": accelerator.mixed_precision == "bf16",
-        "lora_rank": getattr(trainer.adapters.active_peft_config, "r", 0) if trainer.adapters is not None else 0,
+        "lora_rank": getattr(adapters, "r", 0),
+        "lora_experts": any("experts" in name for name in getattr(adapters, "target_parameters", None) or ()),
         "weight_bytes": 2 if trainer.policy.dtype.itemsize == 2 else 4,
     }
     is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9

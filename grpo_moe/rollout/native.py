@@ -13,12 +13,22 @@ from transformers import PreTrainedModel
 from grpo_moe.adapters.hf_decode import Decoder
 from grpo_moe.adapters.hf_experts import experts_in
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, head_of
+from grpo_moe.adapters.hf_lora import folded_lora
 from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.ops import head_logits
 from grpo_moe.ops.attention.kv_cache import KVCache, bytes_per_row
-from grpo_moe.types import Completion, Prompt, SamplingParams
+from grpo_moe.types import Completion, Prompt, SamplingParams, check_int
 
-from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, with_text
+from .base import (
+    as_prompts,
+    check_causal_lm,
+    check_sampling,
+    context_length,
+    rollout_mode,
+    sequence_keys,
+    stop_token_ids,
+    with_text,
+)
 from .graphs import StepGraphs, bucket
 from .routes import recording, routing_hooks
 from .rows import Rows, Where
@@ -39,7 +49,8 @@ class NativeEngine:
     Keys and values stand in buffers of fixed size, rings as long as the window in windowed layers. On a GPU a decode
     step (forward, head, sampling, routes) is one CUDA graph. Rows of finished sequences take the next ones; each
     prompt is prefilled once for the completions that start together. The random numbers of a sequence depend on the
-    seed and its prompt alone, whatever else is in the batch.
+    seed and its prompt alone, whatever else is in the batch. LoRA on experts is folded into a second copy of these for
+    the length of a call.
 
     Args:
         model: a transformers causal LM whose layers cache keys and values alone.
@@ -59,13 +70,8 @@ class NativeEngine:
     in_process = True
 
     def __init__(self, model: PreTrainedModel, tokenizer=None, *, max_rows: int = 1024, keep_graphs: bool = False):
-        if not isinstance(model, PreTrainedModel):
-            raise TypeError(
-                f"model must be a transformers causal LM, got {type(model).__name__}; pass the model itself: of PEFT's "
-                "wrapper get_base_model(), of a compiled one what was compiled"
-            )
-        if max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {max_rows}; 1024 is the default")
+        check_causal_lm(model)
+        check_int("max_rows", max_rows, least=1, fix="1024 is the default")
         self.model, self.tokenizer, self.max_rows, self.keep_graphs = model, tokenizer, max_rows, keep_graphs
         self.stop_ids = stop_token_ids(model, tokenizer)
         is_new = not getattr(model, "_has_token_logps", False)  # a trainer has checked it before it wrapped its forward
@@ -88,15 +94,17 @@ class NativeEngine:
             ValueError: an empty prompt or one that fills the context.
             RuntimeError: the keys and values of one sequence do not fit the GPU's free memory.
         """
+        check_sampling(sampling)
         prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         sequences = self._sequences(prompts, sampling)
         if not sequences:
             return []
         kept = False
         try:
-            with rollout_mode(self.model), _compute_dtype(self.model), routing_hooks(self.model, sampling) as routing:
-                batch = self._batch_for(sequences, sampling, routing)
-                made = self._run(batch, sequences)
+            with rollout_mode(self.model), folded_lora(self.model), _compute_dtype(self.model):
+                with routing_hooks(self.model, sampling) as routing:
+                    batch = self._batch_for(sequences, sampling, routing)
+                    made = self._run(batch, sequences)
             kept = self.keep_graphs and not torch.is_autocast_enabled(self.model.device.type)
         finally:
             if not kept:

@@ -241,12 +241,15 @@ def test_a_packed_row_has_scores_of_all_its_tokens():
     assert plan_memory(shape, flex[0], H200) == plan_memory(shape, flex[1], H200)
 
 
-def test_lora_keeps_what_its_adapters_read():
+@pytest.mark.parametrize("experts", [False, True])
+def test_lora_keeps_what_its_adapters_read(experts):
     peft = pytest.importorskip("peft")
     model = tiny("qwen3_moe", False)
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-    adapted = peft.get_peft_model(model, config)
+    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if experts else None
+    modules = ["q_proj", "k_proj", "v_proj", "o_proj"]
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=modules, target_parameters=names))
     run = replace(RUN, micro_batch=ROWS, prompt_tokens=TOKENS - 8, completion_tokens=8, lora_rank=4, padded=False)
+    run = replace(run, lora_experts=experts)
     phases = Phases(ModelShape.from_config(model.config), replace(run, bf16=False, experts="stacked"), H200, 1, "none")
     assert phases.lora == sum(p.numel() for p in adapted.parameters() if p.requires_grad)
     moment = phases._moments()[1]
@@ -340,6 +343,19 @@ def test_lora_has_states_of_adapters_alone():
     assert lora["weights"] == full["weights"]
     head = [plan_memory(shape, x, H200).phases["forward_backward"].get("head", 0) for x in (RUN, run)]
     assert head[1] > 0 and "reference" not in plan_memory(shape, replace(run, reference=True), H200).phases["rollout"]
+
+
+def test_adapted_experts_are_folded_for_a_rollout():
+    shape = shape_of("qwen3-30b-a3b")
+    run = replace(RUN, lora_rank=16, weight_bytes=2, checkpoint_period=1)
+    attention, experts = (plan_memory(shape, replace(run, lora_experts=x), H200) for x in (False, True))
+    assert experts.phases["rollout"]["folded_lora"] == 2 * shape.parameters["experts"]
+    block = 2 * shape.blocks[0].parameters["experts"]
+    moments = Phases(shape, replace(run, lora_experts=True), H200, 1, "none")._moments()
+    plain = Phases(shape, run, H200, 1, "none")._moments()
+    more = moments[2]["temporaries"] - plain[2]["temporaries"]
+    assert block < more <= 2 * block + 8 * 640 * 8 * 2 * 768  # of one block: folded, and their gradient at its moment
+    assert attention.phases["rollout"].get("folded_lora", 0) == 0
 
 
 def test_a_reference_is_a_second_copy_of_the_weights():
@@ -460,6 +476,7 @@ def test_logits_never_exist_whole():
         ({"attention": "none"}, (), "attention must be one of"),
         ({"experts": "eager"}, (), "experts must be fused or stacked, got 'eager';"),
         ({"lora_rank": -1}, (), "lora_rank must be at least 0, got -1;"),
+        ({"lora_experts": True}, (), "lora_experts must be False, got True; give a lora_rank"),
         ({}, (8, "tensor"), "sharding must be one of none, ddp, fsdp2, zero2, zero3, got 'tensor';"),
         ({}, (8, "none"), "sharding must be ddp or fsdp2 on 8 GPUs, got 'none';"),
         ({}, (0, "ddp"), "num_gpus must be at least 1, got 0;"),

@@ -272,3 +272,32 @@ def test_min_p_keeps_what_transformers_keeps():
 def test_sampling_params_are_checked(field, value):
     with pytest.raises(ValueError, match=f"{field} must be"):
         SamplingParams(**{"max_new_tokens": 4, field: value})
+
+
+def test_lora_on_experts_is_folded_once_a_call_and_taken_out_again(monkeypatch):
+    peft = pytest.importorskip("peft")
+    model = tiny_moe("qwen3_moe", experts_implementation="grpo_moe")
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    adapted = peft.get_peft_model(
+        model, peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, init_lora_weights=False)
+    )
+    before = {name: (p.data_ptr(), p.detach().clone()) for name, p in adapted.named_parameters()}
+    activations = []
+    activate = peft.tuners.lora.layer.ParamWrapper._activate_lora
+    monkeypatch.setattr(
+        peft.tuners.lora.layer.ParamWrapper,
+        "_activate_lora",
+        lambda layer, *args: activations.append(layer) or activate(layer, *args),
+    )
+    prompts, sampling = [prompt(n) for n in (3, 7)], SamplingParams(max_new_tokens=12, num_generations=2)
+    engine = NativeEngine(model)
+    activations.clear()
+    made = engine.generate(prompts, sampling)
+    assert len(activations) == 2 * 2  # layers, parameters of each; not once a token
+    for name, p in adapted.named_parameters():
+        address, values = before[name]
+        assert p.data_ptr() == address and torch.equal(p, values)
+    contract.sampled_logps_equal_the_training_forward(engine, model, prompts, 1.0)  # whose forwards add LoRA themselves
+    with adapted.disable_adapter():
+        assert engine.generate(prompts, sampling) != made
+    assert engine.generate(prompts, sampling) == made
