@@ -7,7 +7,7 @@ clip 0.2 / 0.28, AdamW, no KL, no load-balancing loss, gradients accumulated ove
 defaults: ours NativeEngine and our kernels, TRL's generate of transformers, its experts (grouped_mm) and TRL's fused
 head. The reward is the share of a completion's tokens in the lower half of the vocabulary, which random weights learn
 at once. seconds_* are medians over the steps after the first, which compiles; rollout is generation alone, rest is
-everything else. peak_gib is the most that the allocator held. rewards, and elapsed seconds since the start, are by step.
+everything else. peak_gib is the most that the allocator held. rewards and elapsed seconds since the start are by step.
 """
 
 from __future__ import annotations
