@@ -1,9 +1,70 @@
-"""grpo_moe: GRPO fine-tuning of Mixture-of-Experts language models."""
+"""grpo_moe: GRPO fine-tuning of Mixture-of-Experts language models.
 
-from .adapters import hf_attention as _register_attention  # noqa: F401  registers the attention with sinks
-from .adapters import hf_experts as _register_experts  # noqa: F401  registers the experts implementations
-from .models.gptoss_lite import GptOssLiteConfig, GptOssLiteForCausalLM
-from .rl import GRPOConfig, GRPOTrainer
+Importing it takes no time: what is below loads when it is first asked for. transformers learns of GPT-OSS-Lite and of
+our experts and attention as soon as both packages are imported, in either order.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .models.gptoss_lite import GptOssLiteConfig, GptOssLiteForCausalLM
+    from .rl import GRPOConfig, GRPOTrainer
 
 __version__ = "0.1.0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "GptOssLiteConfig", "GptOssLiteForCausalLM"]
+
+_MODULES = {
+    "GRPOConfig": ".rl",
+    "GRPOTrainer": ".rl",
+    "GptOssLiteConfig": ".models.gptoss_lite",
+    "GptOssLiteForCausalLM": ".models.gptoss_lite",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULES[name], __name__), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})
+
+
+def _register() -> None:
+    """Adds GPT-OSS-Lite to the Auto classes, "grpo_moe" to the experts and "grpo_moe_sinks" to the attentions."""
+    for module in (".models.gptoss_lite", ".adapters.hf_experts", ".adapters.hf_attention"):
+        importlib.import_module(module, __name__)
+
+
+class _WithTransformers(importlib.abc.MetaPathFinder):
+    """Registers as soon as transformers has been imported."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != "transformers":
+            return None
+        sys.meta_path.remove(self)  # so that the others find it
+        spec = importlib.util.find_spec(name)
+        if spec is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module):
+                execute(module)
+                _register()
+
+            spec.loader.exec_module = execute_and_register
+        return spec
+
+
+if "transformers" in sys.modules:
+    _register()
+else:
+    sys.meta_path.insert(0, _WithTransformers())

@@ -39,7 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[chosen.command](chosen.arguments)
     except ValueError as error:
-        print(f"grpo-moe {chosen.command}: error: {error}", file=sys.stderr)
+        from grpo_moe.text import printable
+
+        print(f"grpo-moe {chosen.command}: error: {printable(error)}", file=sys.stderr)
         return 2
 
 
@@ -47,7 +49,9 @@ class _OneLineParser(argparse.ArgumentParser):
     """Without the usage before an error, which is a page long where there are many options."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}; see {self.prog} --help\n")
+        from grpo_moe.text import clean
+
+        self.exit(2, f"{self.prog}: error: {clean(message, 500)}; see {self.prog} --help\n")
 
 
 def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
@@ -78,6 +82,7 @@ def _plan(argv: list[str]) -> int:
     parser.add_argument(
         "--lora_r", type=int, default=0, help="adapters of this rank on attention; 0: everything trains"
     )
+    parser.add_argument("--lora_experts", action="store_true", help="adapters of the same rank on every expert too")
     parser.add_argument("--weights", choices=("fp32", "bf16"), default="fp32", help="dtype that the model is loaded in")
     parser.add_argument("--attention", choices=ATTENTIONS, help="by default what the trainer runs for the model")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -97,12 +102,13 @@ def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any
     sharding = options.sharding or ("none" if num_gpus == 1 else "ddp")
     config = _config_of(options.model)
     shape, run, where = (
-        planning.ModelShape.from_config(config),
+        _shape_of(config, options.model),
         run_shape(
             args,
             config,
             prompt_tokens=options.prompt_tokens,
             lora_rank=options.lora_r,
+            lora_experts=options.lora_experts,
             attention=options.attention,
             weight_bytes=4 if options.weights == "fp32" else 2,
         ),
@@ -161,9 +167,27 @@ def _config_of(model: str) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:  # of many kinds: no file, damaged, unknown architecture
-        raise ValueError(f"model must be a folder with config.json, got {model}: {error}") from error
+        raise _bad_model(model, error) from error
+
+
+def _shape_of(config: Any, model: str) -> Any:
+    from grpo_moe.planning import ModelShape
+
+    try:
+        return ModelShape.from_config(config)
+    except Exception as error:  # a config of the folder may hold anything
+        raise _bad_model(model, error) from error
+
+
+def _bad_model(model: str, error: Exception) -> ValueError:
+    from grpo_moe.text import clean
+
+    return ValueError(
+        f"model must be a folder with config.json of a causal LM, got {model!r}: {clean(error, 500)}; mend it, or give "
+        "another one"
+    )
 
 
 def _most_tokens(config: Any, prompt_tokens: int) -> int:
@@ -227,7 +251,7 @@ def _doctor(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     recipe = Path(arguments.recipe)
     if not recipe.is_file():
-        raise ValueError(f"recipe must be a Python file, got {recipe}; there is none")
+        raise ValueError(f"recipe must be a Python file, got {arguments.recipe!r}; there is none")
     from grpo_moe.rl.doctor import DOCTOR_VARIABLE
 
     os.environ[DOCTOR_VARIABLE] = "1"
@@ -235,6 +259,13 @@ def _doctor(argv: list[str]) -> int:
     sys.path.insert(0, str(recipe.resolve().parent))  # as for a script: its neighbours can be imported
     try:
         runpy.run_path(str(recipe), run_name="__main__")
+    except (SyntaxError, ModuleNotFoundError) as error:
+        from grpo_moe.text import clean
+
+        raise ValueError(
+            f"recipe must be Python that can be run, got {recipe}: {clean(error, 500)}; mend it, or install what it "
+            "imports"
+        ) from error
     finally:
         del os.environ[DOCTOR_VARIABLE]
     raise ValueError(f"recipe must call GRPOTrainer.train, got none in {recipe}; nothing was examined")
@@ -248,13 +279,14 @@ def _replay(argv: list[str]) -> int:
     parser.add_argument("capsule", help="a file of RUN/capsules")
     from grpo_moe.ops import LossConfig
     from grpo_moe.rl.capsule import load_capsule, loss_options, replay_capsule, replay_table
+    from grpo_moe.text import clean
 
     texts = {field.name: field.metadata["help"] for field in dataclasses.fields(LossConfig)}
     for name, read in loss_options().items():
         parser.add_argument(f"--{name}", type=read, default=argparse.SUPPRESS, help=texts[name])
     changes = vars(parser.parse_args(argv))
     capsule = load_capsule(changes.pop("capsule"))
-    print(f"update {capsule.step}: {capsule.reason}")
+    print(f"update {clean(capsule.step)}: {clean(capsule.reason)}")
     if capsule.logps_name != "current_logps":
         print(f"no log-probabilities of the policy at that update are in it: {capsule.logps_name} stand for them")
     print(replay_table(replay_capsule(capsule, **changes)))

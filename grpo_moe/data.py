@@ -14,7 +14,8 @@ import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from grpo_moe.types import Prompt
+from grpo_moe.text import clean
+from grpo_moe.types import Prompt, check_flag, check_int, require
 
 _BATCH_ROWS = 1000  # tokenised at a time
 
@@ -36,6 +37,7 @@ def prompt_source(
     Raises:
         ValueError: As those two say.
     """
+    check_flag("shuffle", shuffle)
     shared = {"max_prompt_tokens": max_prompt_tokens, "chat_template_kwargs": chat_template_kwargs}
     if not _is_stream(dataset):
         return PromptSource(dataset, tokenizer, seed=seed, shuffle=shuffle, **shared)
@@ -81,8 +83,9 @@ class PromptSource:
         max_prompt_tokens: int | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ):
-        if seed < 0:
-            raise ValueError(f"seed must be 0 or positive, got {seed}")
+        check_int("seed", seed, least=0, fix="0 is as good as any")
+        check_flag("shuffle", shuffle)
+        _check_options(tokenizer, max_prompt_tokens, chat_template_kwargs)
         prompts = _prompt_column(dataset)
         for row, prompt in enumerate(prompts):
             _check_prompt(row, prompt, prompts[0])
@@ -115,14 +118,14 @@ class PromptSource:
 
         `Prompt.index` counts on over the whole stream, so that a prompt draws other completions in each epoch.
         """
-        if n < 0:
-            raise ValueError(f"n must be 0 or positive, got {n}")
+        _check_amount(n)
         positions = range(self.position, self.position + n)
         self.position += n
         return [self._prompt(self._row(position), index=position) for position in positions]
 
     def first(self, n: int) -> list[Prompt]:
         """The prompts of the first n rows, or of all if there are fewer; the position stays."""
+        _check_amount(n)
         return [self[row] for row in range(min(n, len(self)))]
 
     def longest(self) -> int:
@@ -207,6 +210,7 @@ class PromptStream:
                 f"dataset must be an iterable that can start again, got {type(dataset).__name__}; wrap an iterator in "
                 "datasets.IterableDataset.from_generator, and give map-style datasets to PromptSource"
             )
+        _check_options(tokenizer, max_prompt_tokens, chat_template_kwargs)
         self.position = 0
         """Prompts taken so far."""
         self._dataset, self._tokenizer = dataset, tokenizer
@@ -226,8 +230,7 @@ class PromptStream:
 
         `Prompt.index` counts on over all epochs, so that a prompt draws other completions in each.
         """
-        if n < 0:
-            raise ValueError(f"n must be 0 or positive, got {n}")
+        _check_amount(n)
         prompts = self._prompts([self._next_row() for _ in range(n)], first_index=self.position)
         self.position += n
         if n and self._saves_state:
@@ -236,11 +239,13 @@ class PromptStream:
 
     def first(self, n: int | None) -> list[Prompt]:
         """The prompts of the first n rows (None: of all), or of all if there are fewer; the position stays."""
+        if n is not None:
+            _check_amount(n)
         place = self._place
         self._go_to({"epoch": 0, "row": 0, "dataset": None})
         rows = list(enumerate(islice(self._rows, n)))
         if not rows and n != 0:
-            raise ValueError("dataset must hold at least one row, got an empty one")
+            raise ValueError("dataset must hold at least one row, got an empty one; check its filter")
         prompts = self._prompts(rows, first_index=0)
         self._go_to(place)
         return prompts
@@ -323,8 +328,8 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
     Raises:
         ValueError: The alphabet is empty or repeats a character.
     """
-    if not alphabet or len(set(alphabet)) != len(alphabet):
-        raise ValueError(f"alphabet must be one or more different characters, got {alphabet!r}")
+    fits = isinstance(alphabet, str) and alphabet and len(set(alphabet)) == len(alphabet)
+    require(bool(fits), "alphabet", "one or more different characters", alphabet, "give a text without repeats")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<bos>", "<eos>", *alphabet])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
@@ -344,19 +349,19 @@ def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
 
 def _prompt_column(dataset: Any) -> list[Any]:
     if isinstance(dataset, Mapping):
-        raise ValueError(f"dataset must be a single split, got a dict of {', '.join(dataset)}; pick dataset['train']")
+        raise ValueError(f"dataset must be a single split, got a dict of {_listed(dataset)}; pick dataset['train']")
     if hasattr(dataset, "iloc"):  # its [0] would be a column
         raise ValueError(
             f"dataset must be a map-style dataset or a sequence of dicts, got pandas' {type(dataset).__name__}; give "
             "datasets.Dataset.from_pandas(...) of it"
         )
-    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+    if isinstance(dataset, type) or not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise ValueError(
             f"dataset must be a map-style dataset or a sequence of dicts, got {type(dataset).__name__}; an iterator "
             "runs only once: wrap it, for example in datasets.IterableDataset.from_generator, for prompt_source"
         )
     if len(dataset) == 0:
-        raise ValueError("dataset must hold at least one row, got an empty one")
+        raise ValueError("dataset must hold at least one row, got an empty one; check its filter")
     if hasattr(dataset, "column_names"):  # datasets.Dataset: reads one column, not whole rows
         _check_columns(0, dataset.column_names)
         return list(dataset["prompt"])
@@ -382,34 +387,64 @@ def _holds_shuffle(iterable: Any) -> bool:
     return "Shuffle" in type(iterable).__name__ or any(_holds_shuffle(part) for part in parts if part is not None)
 
 
+def _check_options(tokenizer: Any, max_prompt_tokens: Any, chat_template_kwargs: Any) -> None:
+    fits = isinstance(tokenizer, PreTrainedTokenizerBase)
+    require(fits, "tokenizer", "a tokenizer of transformers", tokenizer, "as AutoTokenizer.from_pretrained(folder)")
+    if max_prompt_tokens is not None:
+        check_int("max_prompt_tokens", max_prompt_tokens, least=1, fix="None allows any length")
+    given = {} if chat_template_kwargs is None else chat_template_kwargs
+    fits = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
+    require(fits, "chat_template_kwargs", "a dict of arguments by name", given, "as {'enable_thinking': False}")
+
+
+def _check_amount(n: Any) -> None:
+    require(isinstance(n, int) and not isinstance(n, bool) and n >= 0, "n", "0 or positive", n, "give a whole number")
+
+
 def _check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    fits = isinstance(state, Mapping)
+    require(fits, "state", "what state_dict() gave", state, "resume from a checkpoint of this trainer")
     for name, value in identity.items():
         if state.get(name) != value:
             raise ValueError(
                 f"{name} must be that of the checkpoint, {state.get(name)}, got {value}; "
                 "resume with the same dataset and seed, or start a new run"
             )
+    check_int("position", state.get("position"), least=0, fix="the checkpoint is damaged: resume from another one")
 
 
 def _check_row(row: int, columns: Any) -> None:
     if not isinstance(columns, Mapping):
-        raise ValueError(f"dataset must hold dicts with a column 'prompt', got {type(columns).__name__} in row {row}")
+        raise ValueError(
+            f"dataset must hold dicts with a column 'prompt', got {type(columns).__name__} in row {row}; "
+            "make each row a dict"
+        )
     _check_columns(row, columns)
 
 
 def _check_same_columns(row: int, columns: Collection[str], first: Collection[str]) -> None:
     if set(columns) != set(first):
         raise ValueError(
-            f"dataset must have the same columns in every row, got {', '.join(columns)} in row {row} and "
-            f"{', '.join(first)} in row 0; fill in None"
+            f"dataset must have the same columns in every row, got {_listed(columns)} in row {row} and "
+            f"{_listed(first)} in row 0; fill in None"
         )
 
 
 def _check_columns(row: int, names: Collection[str]) -> None:
     if "prompt" not in names:
         raise ValueError(
-            f"dataset must have a column 'prompt', got {', '.join(names)} in row {row}; rename the column that holds it"
+            f"dataset must have a column 'prompt', got {_listed(names)} in row {row}; rename the column that holds it"
         )
+    for name in names:
+        if not isinstance(name, str) or name in ("prompts", "completions"):
+            raise ValueError(
+                f"names of columns must be text, and not 'prompts' or 'completions', got {name!r} in row {row}; rename "
+                "it: reward functions get columns by keyword, beside those two"
+            )
+
+
+def _listed(names: Iterable[Any]) -> str:
+    return clean(", ".join(map(str, names)), 500)
 
 
 def _check_prompt(row: int, prompt: Any, first: Any) -> None:
@@ -417,10 +452,28 @@ def _check_prompt(row: int, prompt: Any, first: Any) -> None:
     is_chat = isinstance(prompt, list) and all(isinstance(message, Mapping) for message in prompt)
     if not (is_text or is_chat) or not prompt:
         raise ValueError(
-            f"prompt must be text or a list of chat messages and not empty, got {reprlib.repr(prompt)} in row {row}"
+            f"prompt must be text or a list of chat messages and not empty, got {reprlib.repr(prompt)} in row {row}; "
+            "fill it in or filter the row out"
         )
+    if is_chat:
+        _check_messages(row, prompt)
     if is_text != isinstance(first, str):
-        raise ValueError(f"prompt must be text in every row or chat messages in every row, got both (rows 0 and {row})")
+        raise ValueError(
+            f"prompt must be text in every row or chat messages in every row, got both (rows 0 and {row}); "
+            "make one kind of them"
+        )
+
+
+def _check_messages(row: int, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Chat templates write an absent role or content as nothing, without a word."""
+    for number, message in enumerate(messages):
+        role, content = message.get("role"), message.get("content")
+        calls = content is None and bool(message.get("tool_calls"))
+        if not (isinstance(role, str) and role and (isinstance(content, str | list) or calls)):
+            raise ValueError(
+                "prompt must be messages with a role and a content of text (or parts, or tool_calls), got "
+                f"{reprlib.repr(message)} as message {number} in row {row}; fill them in"
+            )
 
 
 def _tokenize(
@@ -459,7 +512,8 @@ def _encode(
             return [_encode([prompt], [row], tokenizer, chat_template_kwargs)[0] for prompt, row in pairs]
         raise ValueError(
             "prompt must be text that the tokenizer can encode or a conversation that its chat template accepts, "
-            f"got {reprlib.repr(prompts[0])} in row {rows[0]} ({type(error).__name__}: {error})"
+            f"got {reprlib.repr(prompts[0])} in row {rows[0]} ({type(error).__name__}: {clean(error, 500)}); "
+            "mend the row, or give another tokenizer or chat template"
         ) from error
 
 
@@ -472,7 +526,10 @@ def _with_one_bos(ids: list[int], bos: int | None, adds_bos: bool) -> list[int]:
 def _check_lengths(input_ids: Sequence[np.ndarray], rows: Sequence[int], max_prompt_tokens: int | None) -> None:
     lengths = np.array([len(ids) for ids in input_ids])
     if not lengths.all():
-        raise ValueError(f"prompt must give at least one token, got none in row {rows[lengths.argmin()]}")
+        raise ValueError(
+            f"prompt must give at least one token, got none in row {rows[lengths.argmin()]}; "
+            "filter the row out, or look at the chat template"
+        )
     too_long = np.flatnonzero(lengths > (np.inf if max_prompt_tokens is None else max_prompt_tokens))
     if too_long.size:
         raise ValueError(

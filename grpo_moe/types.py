@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import numbers
+import reprlib
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,13 +50,15 @@ class SamplingParams:
     """Record the experts of each token; MoE models only."""
 
     def __post_init__(self):
-        _require(self.max_new_tokens >= 1, "max_new_tokens", "at least 1", self.max_new_tokens)
-        _require(self.num_generations >= 1, "num_generations", "at least 1", self.num_generations)
-        usable = self.temperature == 0 or 1e-6 <= self.temperature < float("inf")
-        _require(usable, "temperature", "0 (greedy) or positive, from 1e-6 on", self.temperature)
-        _require(self.top_k >= 0, "top_k", "0 (off) or positive", self.top_k)
-        _require(0 < self.top_p <= 1, "top_p", "in (0, 1]", self.top_p)
-        _require(0 <= self.min_p < 1, "min_p", "in [0, 1)", self.min_p)
+        check_int("max_new_tokens", self.max_new_tokens, least=1, fix="give a number of tokens")
+        check_int("num_generations", self.num_generations, least=1, fix="1 draws one completion a prompt")
+        check_int("top_k", self.top_k, least=0, fix="0 keeps every token")
+        check_int("seed", self.seed, least=None, fix="0 is the default")
+        usable = lambda x: x == 0 or x >= 1e-6  # noqa: E731
+        check_number("temperature", self.temperature, usable, "0 or at least 1e-06", fix="0 is greedy")
+        check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]", fix="1 keeps every token")
+        check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "in [0, 1)", fix="0 keeps every token")
+        check_flag("return_routes", self.return_routes)
 
     @property
     def is_truncated(self) -> bool:
@@ -66,8 +72,9 @@ class Completion:
 
     token_ids: tuple[int, ...]
     """Token ids [T]; the EOS token, when there is one, is the last and counts."""
-    sampling_logps: tuple[float, ...]
-    """Log-probability of each token [T] in nats, under the distribution it was drawn from."""
+    sampling_logps: tuple[float | None, ...]
+    """Log-probability of each token [T] in nats, under the distribution it was drawn from; None or NaN where the engine
+    did not score it."""
     finish_reason: str
     """"stop" after an EOS token, "length" when max_new_tokens or the context ran out."""
     text: str = ""
@@ -94,7 +101,7 @@ class RolloutBatch:
     advantages: torch.Tensor
     """[B] fp32."""
     sampling_logps: torch.Tensor
-    """[B, T] fp32, reported by the engine."""
+    """[B, T] fp32, reported by the engine; NaN where it did not score the token."""
     old_logps: torch.Tensor | None = None
     """[B, T] fp32, of the policy that generated, by the training forward. None: use the current ones, detached."""
     ref_logps: torch.Tensor | None = None
@@ -105,6 +112,26 @@ class RolloutBatch:
     """[B, L, E] int64 tokens of each row by expert, before the updates. None without a load-balancing loss."""
 
 
-def _require(holds: bool, name: str, rule: str, value: object) -> None:
+def require(holds: bool, name: str, rule: str, value: object, fix: str) -> None:
+    """Raises ValueError with the name, its rule, the value and how to mend it, unless the rule holds."""
     if not holds:
-        raise ValueError(f"{name} must be {rule}, got {value}")
+        raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}; {fix}")
+
+
+def check_int(name: str, value: object, *, least: int | None, fix: str) -> None:
+    """Raises ValueError unless the value is an integer, Python's or NumPy's but no bool, of at least ``least``."""
+    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    require(is_int, name, "an integer" if least is None else f"an integer of at least {least}", value, fix)
+    require(least is None or value >= least, name, f"at least {least}", value, fix)
+
+
+def check_number(name: str, value: object, holds: Callable[[float], bool], rule: str, *, fix: str) -> None:
+    """Raises ValueError unless the value is a finite number, Python's or NumPy's but no bool, for which ``holds``."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+    require(is_number, name, f"a finite number, {rule}", value, fix)
+    require(holds(value), name, rule, value, fix)
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raises ValueError unless the value is True or False."""
+    require(isinstance(value, bool), name, "True or False", value, "text and numbers are not read as such")

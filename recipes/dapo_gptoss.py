@@ -46,7 +46,7 @@ class RecipeConfig:
         if self.warm_start_steps is not None and self.warm_start_steps < 1:
             raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}; leave it out")
         if self.dataset_name is not None and self.task != "countdown":
-            raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}; give one of the two")
+            raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}; give one of them")
         if self.model_name_or_path is None and (self.task != "countdown" or self.dataset_name is not None):
             raise ValueError(
                 "model_name_or_path must be set with another task or dataset, got None; the embedded policy only knows "

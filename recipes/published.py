@@ -55,7 +55,9 @@ class PublishedModel:
 
     def __post_init__(self):
         if self.tiny and self.model_name_or_path is not None:
-            raise ValueError(f"model_name_or_path must be left out with --tiny, got {self.model_name_or_path!r}; give one")
+            raise ValueError(
+                f"model_name_or_path must be left out with --tiny, got {self.model_name_or_path!r}; give one of them"
+            )
         if self.lora_r < 0:
             raise ValueError(f"lora_r must be at least 0, got {self.lora_r}; 0 trains everything")
 

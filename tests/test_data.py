@@ -6,6 +6,7 @@ import warnings
 import datasets
 import pandas
 import pytest
+from chat_templates import KINDS, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
@@ -146,6 +147,44 @@ def test_a_tokenizer_that_adds_no_bos_gets_none_but_keeps_the_template_s():
     assert PromptSource([{"prompt": "1?"}], tokenizer, seed=0).all()[0].input_ids == (4, 18)
 
 
+CONVERSATIONS = [
+    [{"role": "user", "content": "The answer is"}],
+    [{"role": "system", "content": "think"}, {"role": "user", "content": " 1 + 2 \n"}],
+    [
+        {"role": "user", "content": "ab"},
+        {"role": "assistant", "content": "<think>\n1 + 2\n</think>\n\n3"},
+        {"role": "user", "content": "and 4"},
+    ],
+    [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "c"}],  # one more turn of the assistant
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompts_through_templates_of_the_hub_are_the_encoded_text_with_one_bos(kind):
+    """Qwen3 takes the thoughts of earlier turns out, and writes an empty one where thinking is off."""
+    tokenizer = chat_tokenizer(kind)
+    bos, adds_bos = tokenizer.bos_token_id, KINDS[kind][4]
+    chats = PromptSource([{"prompt": chat} for chat in CONVERSATIONS], tokenizer, seed=0).all()
+    for prompt, chat in zip(chats, CONVERSATIONS, strict=True):
+        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        expected = [bos] * (adds_bos and expected[0] != bos) + expected
+        assert prompt.input_ids == tuple(expected), text
+        assert prompt.input_ids.count(bos) == int(adds_bos) and (prompt.input_ids[0] == bos) == adds_bos
+    removed = kind == "qwen3"
+    assert ("<think>" in tokenizer.decode(chats[2].input_ids)) != removed
+    texts = PromptSource([{"prompt": "The answer is"}, {"prompt": " ab"}], tokenizer, seed=0).all()
+    assert all((p.input_ids[0] == bos) == adds_bos and p.input_ids.count(bos) == int(adds_bos) for p in texts)
+    stream = PromptStream(Again([{"prompt": chat} for chat in CONVERSATIONS]), tokenizer).take(4)
+    assert [p.input_ids for p in stream] == [p.input_ids for p in chats]
+    if removed:
+        source = PromptSource(
+            [{"prompt": CONVERSATIONS[0]}], tokenizer, seed=0, chat_template_kwargs={"enable_thinking": False}
+        )  # fmt: skip
+        thoughtless = "<think>\n\n</think>\n\n"
+        assert source[0].input_ids == (*chats[0].input_ids, *tokenizer(thoughtless)["input_ids"])
+
+
 # --- PromptSource: order and resuming
 
 
@@ -284,7 +323,7 @@ def test_a_chat_that_the_template_refuses_is_named():
 
 def test_a_prompt_at_the_limit_is_kept_and_bad_numbers_are_refused(tokenizer):
     assert len(PromptSource([{"prompt": "1234"}], tokenizer, seed=0, max_prompt_tokens=5)) == 1
-    with pytest.raises(ValueError, match="seed must be 0 or positive, got -1"):
+    with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
         source(tokenizer, seed=-1)
     with pytest.raises(ValueError, match="n must be 0 or positive, got -2"):
         source(tokenizer).take(-2)

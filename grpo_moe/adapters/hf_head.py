@@ -210,6 +210,34 @@ def check_head(model) -> None:
 
 
 @torch.no_grad()
+def check_training_mode(model) -> None:
+    """Compares log-probabilities in training mode with those in evaluation mode, in which rollouts are made.
+
+    Raises:
+        ValueError: they differ: the model draws numbers of its own in training (dropout, noise, sampled experts), so
+            that a ratio of two forwards would be noise.
+    """
+    config = model.config.get_text_config()
+    length = min(getattr(config, "max_position_embeddings", None) or 64, 64)
+    ids = torch.arange(1, length + 1, device=model.device)[None] * 7 % config.vocab_size
+    flags, made = {module: module.training for module in model.modules()}, []
+    try:
+        for mode in (True, False):
+            model.train(mode)
+            made.append(_logps_of_rows(model, ids, [ids.shape[1]], padding_free=False))
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    if not _close(model, *made):
+        apart = float((made[0] - made[1]).abs().max())
+        raise ValueError(
+            f"log-probabilities of {type(model).__name__} must be the same in training mode as in evaluation, got "
+            f"differences of up to {apart:.1e}: it draws dropout, noise or experts at random; set them to 0 in its "
+            "config, or use another model"
+        )
+
+
+@torch.no_grad()
 def check_padding_free(model) -> None:
     """Finds out whether the sequences of a packed row are kept apart.
 

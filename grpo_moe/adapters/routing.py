@@ -83,6 +83,9 @@ class RoutingReplay:
 
         Args:
             natural: what each router chose itself, instead of what is used, under a replay.
+
+        Raises:
+            ValueError: at the end, when no forward of the model ran.
         """
         records: list[RoutingRecord] = []
         self._sinks.append((records, natural))
@@ -90,6 +93,11 @@ class RoutingReplay:
             yield records
         finally:
             self._sinks.pop()
+        if not records:
+            raise ValueError(
+                "a forward of the model must run inside record(), got none; call the model, after a change of its "
+                "modules with a new RoutingReplay (replays of CUDA graphs run no hooks)"
+            )
 
     @contextmanager
     def sum_probabilities(self, token_mask: torch.Tensor) -> Iterator[list[torch.Tensor]]:
@@ -125,7 +133,10 @@ class RoutingReplay:
         try:
             yield
             if self._unused:
-                raise ValueError(f"record must be consumed, got no forward for layers {list(self.layers)}; call model")
+                raise ValueError(
+                    f"record must be consumed, got no forward for layers {list(self.layers)}; call the model, after a "
+                    "change of its modules with a new RoutingReplay"
+                )
         finally:
             self._record, self._unused = outer
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
+from grpo_moe.types import check_int, require
+
 
 @dataclass(frozen=True)
 class RoutingRecord:
@@ -21,6 +23,11 @@ class RoutingRecord:
     """E of each router."""
 
     def __post_init__(self):
+        fits = isinstance(self.indices, torch.Tensor)
+        require(fits, "indices", "a tensor", self.indices, "torch.tensor makes one")
+        fits = isinstance(self.layers, tuple | list) and all(type(n) is int and n >= 0 for n in self.layers)
+        require(fits, "layers", "numbers of decoder layers", self.layers, "count from 0")
+        check_int("num_experts", self.num_experts, least=1, fix="give E of each router")
         shape, dtype = tuple(self.indices.shape), self.indices.dtype
         if len(shape) != 4 or shape[2] != len(self.layers) or dtype not in (torch.int16, torch.int32):
             raise ValueError(

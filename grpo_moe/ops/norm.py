@@ -16,6 +16,9 @@ ROUNDINGS = ("normalized", "product", "one_plus")
 MAX_SIZE = 16_384
 
 
+@torch.compiler.disable(
+    reason="rms_norm is a kernel, no operator; compile the module's own norm, or with fullgraph=False"
+)
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, rounding: str) -> torch.Tensor:
     """x / rms(x) times the weight, statistics in float32; no gradients.
 

@@ -59,6 +59,7 @@ class BlockMemory:
 
     @property
     def total_saved(self) -> int:
+        """Of all kinds."""
         return sum(self.saved.values())
 
 

@@ -31,14 +31,17 @@ class MemoryPlan:
 
     @property
     def peak_phase(self) -> str:
+        """The phase that needs most."""
         return max(self.phases, key=self.bytes_of)
 
     @property
     def peak_bytes(self) -> int:
+        """What it needs."""
         return self.bytes_of(self.peak_phase)
 
     @property
     def fits(self) -> bool:
+        """Whether it fits the GPU, with one sequence of a rollout at least."""
         return self.peak_bytes <= self.capacity_bytes and self.rollout_rows > 0
 
     def bytes_of(self, phase: str) -> int:

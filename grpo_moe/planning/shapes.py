@@ -81,6 +81,7 @@ class ModelShape:
 
     @property
     def total_parameters(self) -> int:
+        """Of all categories."""
         return sum(self.parameters.values())
 
     @property

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from decimal import Decimal
 from typing import Any
 
 from .text import completion_text
 
+_NUMBER = re.compile(r"[+-]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]{1,3})?")  # no infinity, NaN or 1_000
 _MAX_CHARACTERS = 100_000  # of a completion's end that is looked at
 
 
@@ -70,8 +73,7 @@ def _boxed(text: str) -> str | None:
     return None
 
 
-def _number(text: str) -> float | None:
-    try:
-        return float(text.replace(",", "")) if len(text) < 100 else None
-    except ValueError:
-        return None
+def _number(text: str) -> Decimal | None:
+    """Exact: as floats, long integers that differ would be equal."""
+    plain = text.replace(",", "")
+    return Decimal(plain) if len(text) < 100 and _NUMBER.fullmatch(plain) else None

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import math
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_moe.text import printable
+
 from .faults import NOT_FINITE, TIMEOUT, Scores, joined
+from .options import is_count, is_finite, require
 from .running import Call, run_calls
 
 logger = logging.getLogger(__name__)
@@ -73,10 +77,10 @@ class RewardCaller:
         self.functions = _functions(reward_funcs)
         self.names = _unique_names(self.functions)
         self.weights = _weights(weights, self.names)
-        if on_error not in ("raise", "skip"):
-            raise ValueError(f"on_error must be 'raise' or 'skip', got {on_error!r}")
-        if timeout is not None and not 0 < timeout < math.inf:
-            raise ValueError(f"timeout must be a positive number of seconds, got {timeout}; leave it out for no limit")
+        fix = "skip gives up the groups that a fault costs"
+        require(on_error in ("raise", "skip"), "on_error", "'raise' or 'skip'", on_error, fix)
+        limited = timeout is None or (is_finite(timeout) and timeout > 0)
+        require(limited, "timeout", "a positive number of seconds", timeout, "leave it out for no limit")
         self.on_error, self.timeout = on_error, timeout
         self._logged: set[str] = set()
 
@@ -105,8 +109,10 @@ class RewardCaller:
             TimeoutError: A function took longer than `timeout`.
         """
         calls = self._calls(prompts, completions, columns)
-        if group_size is not None and (group_size < 1 or len(completions) % group_size):
-            raise ValueError(f"group_size must divide the {len(completions)} completions, got {group_size}")
+        if group_size is not None and not (is_count(group_size, 1) and len(completions) % group_size == 0):
+            raise ValueError(
+                f"group_size must divide the {len(completions)} completions, got {group_size!r}; give num_generations"
+            )
         scores = run_calls(calls, self.timeout)
         if self.on_error == "raise":
             _raise_first(scores)
@@ -138,6 +144,8 @@ class RewardCaller:
             raise ValueError(str(fault)) from fault
 
     def _calls(self, prompts, completions, columns):
+        fix = "give {} without any"
+        require(isinstance(columns, Mapping), "columns", "a dict of lists", columns, fix)
         arguments = {"prompts": prompts, "completions": completions, **columns}
         _check_arguments(arguments, columns)
         return [Call(name, function, arguments) for name, function in zip(self.names, self.functions, strict=True)]
@@ -156,10 +164,10 @@ class RewardCaller:
                 if key not in self._logged:
                     self._logged.add(key)
                     logger.warning(
-                        "%s. Groups with such a fault are skipped; from now on they are only counted, as %s",
+                        "%s. Groups with such a fault are skipped; from now on they are only counted, as %s%s",
                         error,
                         key,
-                        exc_info=error.__cause__,
+                        _traceback(error.__cause__),
                     )
 
     def _skipped(self, scores: Sequence[Scores]) -> list[bool]:
@@ -187,6 +195,11 @@ class RewardCaller:
         )
 
 
+def _traceback(error: BaseException | None) -> str:
+    """Where it was raised, fit for a log: as exc_info the text of the error would stand there as it is."""
+    return "" if error is None else "\n" + printable("".join(traceback.format_exception(error))).rstrip()
+
+
 def _raise_first(scores: Sequence[Scores]) -> None:
     for function_scores in scores:
         for error in function_scores.errors.values():
@@ -199,7 +212,7 @@ def _functions(reward_funcs: RewardFunction | Sequence[RewardFunction]) -> list[
         raise ValueError(f"reward_funcs must be a function or a list of them, got {reward_funcs!r}; pass the function")
     functions = [reward_funcs] if one else list(reward_funcs or [])
     if not functions:
-        raise ValueError("reward_funcs must hold at least one function, got none")
+        raise ValueError("reward_funcs must hold at least one function, got none; pass one")
     for function in functions:
         if isinstance(function, str):
             raise ValueError(
@@ -222,14 +235,14 @@ def _weights(weights: Sequence[float] | None, names: Sequence[str]) -> list[floa
         raise ValueError(f"{rule}, got {weights!r}; give a list")
     given = list(given)
     try:
-        is_finite = all(map(math.isfinite, given))  # unlike float(), it reads no text
+        all_finite = all(map(math.isfinite, given))  # unlike float(), it reads no text
     except (TypeError, ValueError, OverflowError) as error:
         raise ValueError(f"{rule}, got {given}; give numbers ({error})") from error
     checked = [float(weight) for weight in given]
     if len(checked) != len(names):
-        raise ValueError(f"{rule}, got {checked}")
-    if not is_finite:
-        raise ValueError(f"reward_weights must be finite, got {checked}")
+        raise ValueError(f"{rule}, got {checked}; give {len(names)}")
+    if not all_finite:
+        raise ValueError(f"reward_weights must be finite, got {checked}; 0 only logs a function")
     return checked
 
 
@@ -239,10 +252,16 @@ def _check_arguments(arguments: Mapping[str, Sequence[Any]], columns: Mapping[st
             raise ValueError(
                 f"columns must not be named 'prompts' or 'completions', got {reserved!r}; rename the column"
             )
+    for name, column in arguments.items():
+        fix = "give a list with one entry a completion"
+        require(isinstance(name, str), "names of columns", "text", name, "rename it: columns are passed by keyword")
+        require(hasattr(column, "__len__") and hasattr(column, "__getitem__"), name, "a sequence", column, fix)
     num_completions = len(arguments["completions"])
     for name, column in arguments.items():
         if len(column) != num_completions:
-            raise ValueError(f"{name} must be as long as completions ({num_completions}), got {len(column)}")
+            raise ValueError(
+                f"{name} must be as long as completions ({num_completions}), got {len(column)}; give one entry each"
+            )
 
 
 def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:

@@ -16,6 +16,7 @@ _MAX_MEMORY_BYTES = 4 << 30  # of address space: 2**(2**50) fails instead of fil
 
 
 def main() -> None:
+    """Answers pairs on standard input, a line each, until it ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever prints must not get among the answers
     logging.disable(logging.WARNING)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .options import require
 from .text import completion_text
 
 
@@ -27,8 +28,11 @@ def format_reward(
     Source:
         DeepSeek-R1 (2501.12948), section 2.2.2.
     """
-    if not tags or isinstance(tags, str) or len(set(tags)) < len(tags) or not all(map(str.isidentifier, tags)):
-        raise ValueError(f"tags must be different names, got {tags!r}; write them as in ('think', 'answer')")
+    listed = isinstance(tags, Sequence) and not isinstance(tags, str) and len(tags) > 0
+    named = listed and all(isinstance(tag, str) and tag.isidentifier() for tag in tags)
+    fix = "write them as in ('think', 'answer')"
+    require(named and len(set(tags)) == len(tags), "tags", "different names", tags, fix)
+    require(isinstance(prefill, str), "prefill", "text", prefill, "'' is none")
     markers = [marker for tag in tags for marker in (f"<{tag}>", f"</{tag}>")]
 
     def format_reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:

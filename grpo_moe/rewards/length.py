@@ -7,6 +7,8 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .options import is_count, is_finite, require
+
 
 def cosine_length_reward(
     scorer: Callable[..., Sequence[float | None]],
@@ -35,10 +37,12 @@ def cosine_length_reward(
     """
     if not callable(scorer) or inspect.iscoroutinefunction(scorer):
         raise ValueError(f"scorer must be a plain reward function, got {scorer!r}; wrap or await it in your own")
-    if max_completion_length < 1:
-        raise ValueError(f"max_completion_length must be at least 1 token, got {max_completion_length}")
-    if not all(map(math.isfinite, (*right, *wrong))):
-        raise ValueError(f"right and wrong must be finite, got {right} and {wrong}")
+    fix = "give that of the options"
+    at_least_1 = is_count(max_completion_length, 1)
+    require(at_least_1, "max_completion_length", "at least 1 token", max_completion_length, fix)
+    for name, ends in (("right", right), ("wrong", wrong)):
+        two = isinstance(ends, tuple | list) and len(ends) == 2 and all(map(is_finite, ends))
+        require(two, name, "two finite numbers", ends, "at length 0 and at the maximum, as (1.0, 0.5)")
 
     def cosine_length_reward(
         prompts: Sequence[Any], completions: Sequence[Any], completion_ids: Sequence[Sequence[int]], **columns: Any

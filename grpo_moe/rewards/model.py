@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from .options import is_count, require
+
 
 class ModelReward:
     """A reward function: the one logit of a reward model for prompt and completion.
@@ -41,14 +43,16 @@ class ModelReward:
     ):
         if isinstance(model, str | Path):
             model, tokenizer = _load(model, tokenizer)
-        if tokenizer is None:
-            raise ValueError("tokenizer must be given with a model, got None; pass the reward model's own")
-        for name, size in (("batch_size", batch_size), ("max_length", max_length)):
-            if size is not None and size < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+        fix = "pass the reward model's own"
+        require(tokenizer is not None, "tokenizer", "given with a model", tokenizer, fix)
+        fits = hasattr(tokenizer, "pad_token_id") and callable(tokenizer)
+        require(fits, "tokenizer", "a tokenizer of transformers", tokenizer, fix)
+        require(is_count(batch_size, 1), "batch_size", "at least 1", batch_size, "8 is the default")
+        fits = max_length is None or is_count(max_length, 1)
+        require(fits, "max_length", "at least 1", max_length, "leave it out for what the model is made for")
         _check_labels(model)
         self.tokenizer, self.batch_size = tokenizer, batch_size
-        self.model = model.eval() if device is None else model.eval().to(device)
+        self.model = model.eval() if device is None else _moved(model.eval(), device)
         self.max_length = _context_length(model, tokenizer) if max_length is None else max_length
         self._pad_id = _pad_id(tokenizer)
         model.config.pad_token_id = self._pad_id
@@ -100,13 +104,32 @@ class ModelReward:
 def _load(path: str | Path, tokenizer: Any) -> tuple[torch.nn.Module, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    model, info = AutoModelForSequenceClassification.from_pretrained(path, output_loading_info=True)
+    try:
+        model, info = AutoModelForSequenceClassification.from_pretrained(
+            path, output_loading_info=True, use_safetensors=True, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False) if tokenizer is None else tokenizer
+    except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"model must be in a folder or on the hub, got {str(path)!r}; see what transformers says: {reason:.500}"
+        ) from error
     if info["missing_keys"]:
         raise ValueError(
             f"the weights at {path} must be those of a reward model, got none for {sorted(info['missing_keys'])}; "
             "a head drawn at random scores at random"
         )
-    return model, AutoTokenizer.from_pretrained(path) if tokenizer is None else tokenizer
+    return model, tokenizer
+
+
+def _moved(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
+    try:
+        return model.to(torch.device(device))
+    except Exception as error:  # of many kinds: no such device, PyTorch without it, no memory on it
+        reason = " ".join(str(error).split())
+        raise ValueError(
+            f"device must be one that the model can be moved to, got {device!r}; see what PyTorch says: {reason:.300}"
+        ) from error
 
 
 def _check_labels(model: torch.nn.Module) -> None:

@@ -54,5 +54,7 @@ def _shown(item: Any) -> str:
 
 
 def _faulty_row(name: str, kind: str, got: str, row: int) -> ValueError:
-    hint = "; return None for a completion that it cannot score" if kind == NOT_FINITE else ""
-    return ValueError(f"reward function {name!r} must return finite numbers or None, got {got} for row {row}{hint}")
+    fix = "None for a completion that it cannot score" if kind == NOT_FINITE else "one number for each completion"
+    return ValueError(
+        f"reward function {name!r} must return finite numbers or None, got {got} for row {row}; return {fix}"
+    )

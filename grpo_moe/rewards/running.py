@@ -6,18 +6,26 @@ import asyncio
 import concurrent.futures
 import functools
 import inspect
+import logging
 import threading
 import time
 import traceback
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
+
+from grpo_moe.text import clean
 
 from .faults import EXCEPTION, TIMEOUT, Scores, all_lost
 from .returned import read_returned
 
+_MESSAGE_LIMIT = 1000  # characters
+logger = logging.getLogger(__name__)
+
 _ANSWER_S = 1.0  # for an event loop to show that nothing blocks it
+_SLOW_S = 300.0  # after which a function that has no time limit is named
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,8 @@ class Call:
 def run_calls(calls: Sequence[Call], timeout: float | None) -> list[Scores]:
     """The scores of every call; faults are in there, and only interrupts (KeyboardInterrupt, SystemExit) are raised.
 
-    Plain functions run one after another, async ones meanwhile and all at once in an event loop of their own.
+    Plain functions run one after another, async ones meanwhile and all at once in an event loop of their own. One that
+    has no limit and does not answer is named in the log, so that a run that stands still says where.
 
     Args:
         calls: to make.
@@ -61,19 +70,21 @@ def _start(call: Call, timeout: float | None) -> _Running:
     deadline = None if timeout is None else time.monotonic() + timeout
     future: Future = Future()
     if timeout is None:
-        _settle(future, call)
+        with _named_when_slow(call):
+            _settle(future, call)
     else:
         threading.Thread(target=_settle, args=(future, call), name=f"reward {call.name}", daemon=True).start()
         concurrent.futures.wait([future], timeout)
     returned = _result(future)[0] if future.done() else None
-    if not inspect.iscoroutine(returned):
+    if not inspect.isawaitable(returned):
         return _Running(future, deadline, is_async=False)
     return _Running(asyncio.run_coroutine_threadsafe(_settled(returned), _event_loop()), deadline, is_async=True)
 
 
 def _finish(call: Call, running: _Running, timeout: float | None) -> Scores:
     remaining = None if running.deadline is None else max(running.deadline - time.monotonic(), 0.0)
-    concurrent.futures.wait([running.future], remaining)
+    with _named_when_slow(call) if timeout is None else nullcontext():
+        concurrent.futures.wait([running.future], remaining)
     if not running.future.done():
         return _late(call, running, timeout)
     returned, error = _result(running.future)
@@ -85,6 +96,22 @@ def _finish(call: Call, running: _Running, timeout: float | None) -> Scores:
     )
     raised.__cause__ = error
     return all_lost(EXCEPTION, raised, len(call))
+
+
+@contextmanager
+def _named_when_slow(call: Call) -> Iterator[None]:
+    """One warning when what is inside takes long."""
+    text = (
+        f"reward function {call.name!r} has given nothing for {len(call)} completions after {_SLOW_S:g} s; a time "
+        "limit (reward_timeout) would end this"
+    )
+    timer = threading.Timer(_SLOW_S, logger.warning, (text,))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _late(call: Call, running: _Running, timeout: float | None) -> Scores:
@@ -120,9 +147,9 @@ def _settle(future: Future, call: Call) -> None:
     future.set_result(settled)
 
 
-async def _settled(coroutine: Coroutine) -> tuple[Any, BaseException | None]:
+async def _settled(awaitable: Awaitable) -> tuple[Any, BaseException | None]:
     try:
-        return await coroutine, None
+        return await awaitable, None
     except asyncio.CancelledError:
         raise
     except BaseException as error:  # an interrupt would end the loop, and the caller would wait for ever
@@ -137,8 +164,9 @@ def _place(error: BaseException) -> str:
 
 
 def _message(error: BaseException) -> str:
+    """It often quotes a completion."""
     try:
-        return str(error)
+        return clean(error, _MESSAGE_LIMIT)
     except Exception:
         return "(an error whose text cannot be made)"
 

@@ -1,5 +1,9 @@
 """Rewards computed from a completion's length alone, added to what the reward functions say."""
 
+import math
+
+from .options import is_count, require
+
 
 def soft_overlong_penalty(num_tokens: int, max_completion_length: int, cache_length: int) -> float:
     """Soft overlong punishment: 0 up to max - cache tokens, from there falling linearly to -1 at max, and -1 beyond.
@@ -15,12 +19,14 @@ def soft_overlong_penalty(num_tokens: int, max_completion_length: int, cache_len
     Source:
         DAPO (2503.14476), section 3.4.
     """
+    lengths = (num_tokens, max_completion_length, cache_length)
+    counted = all(is_count(length, -math.inf) for length in lengths)
+    require(counted, "num_tokens, max_completion_length and cache_length", "integers", lengths, "count tokens")
     if not 1 <= cache_length <= max_completion_length:
         raise ValueError(
             f"cache_length must be between 1 and max_completion_length ({max_completion_length}), got {cache_length}; "
             "leave the penalty out to turn it off"
         )
-    if num_tokens < 0:
-        raise ValueError(f"num_tokens must be 0 or positive, got {num_tokens}")
+    require(num_tokens >= 0, "num_tokens", "0 or positive", num_tokens, "count tokens")
     overlong_tokens = num_tokens - (max_completion_length - cache_length)
     return -min(max(overlong_tokens, 0) / cache_length, 1.0) + 0.0  # + 0.0: no negative zero

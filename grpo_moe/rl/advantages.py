@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
+
+from grpo_moe.types import check_number
 
 SCALES = ("group", "batch", "none")
 
@@ -33,8 +36,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps:
         GRPO (2402.03300), Dr. GRPO (2503.20783), Lite PPO (2508.08221); defaults of TRL 1.16.
     """
     scale = resolve_scale(scale)
-    if not eps > 0:
-        raise ValueError(f"eps must be positive, got {eps}")
+    check_number("eps", eps, lambda x: x > 0, "positive", fix="1e-4 is the default")
     constant = reward_spread(rewards)[:, None] == 0  # [P, 1]
     rewards = rewards.double()
     scorable = ~rewards.isnan()
@@ -86,6 +88,10 @@ def decoupled_rewards(values: torch.Tensor, weights: Sequence[float], *, eps: fl
     Returns:
         [P, G] float64, NaN where no function scored. All equal in a group in which none tells two completions apart.
     """
+    listed = isinstance(weights, Sequence) and len(weights) == len(values)
+    if not listed or not all(isinstance(w, int | float) and math.isfinite(w) for w in weights):
+        rule = f"a finite number for each of {len(values)} functions"
+        raise ValueError(f"weights must be {rule}, got {weights}; give a list")
     total = torch.zeros(values.shape[1:], dtype=torch.float64)
     for weight, rewards in zip(weights, values, strict=True):
         total += weight * group_advantages(rewards, scale="group", eps=eps).double()
@@ -127,7 +133,9 @@ def resolve_scale(scale: str | bool) -> str:
     if isinstance(scale, bool):
         return "group" if scale else "none"
     if scale not in SCALES:
-        raise ValueError(f"scale_rewards must be one of {', '.join(SCALES)}, or a boolean, got {scale!r}")
+        raise ValueError(
+            f"scale_rewards must be one of {', '.join(SCALES)}, or a boolean, got {scale!r}; check the spelling"
+        )
     return scale
 
 
@@ -137,8 +145,11 @@ def sample_std(values: torch.Tensor) -> torch.Tensor:
 
 
 def _check(rewards: torch.Tensor) -> None:
+    if not isinstance(rewards, torch.Tensor) or rewards.is_complex():
+        got = rewards.dtype if isinstance(rewards, torch.Tensor) else type(rewards).__name__
+        raise ValueError(f"rewards must be a tensor of real numbers, got {got}; torch.tensor makes one")
     if rewards.dim() != 2:
-        raise ValueError(f"rewards must be [P, G], got the shape {list(rewards.shape)}")
+        raise ValueError(f"rewards must be [P, G], got the shape {list(rewards.shape)}; one row a prompt")
     if rewards.shape[1] < 2:
         raise ValueError(
             f"num_generations must be at least 2, got {rewards.shape[1]}; advantages compare completions of one prompt"
@@ -147,5 +158,6 @@ def _check(rewards: torch.Tensor) -> None:
         group, row = rewards.isinf().nonzero()[0].tolist()
         value = rewards[group, row].item()
         raise ValueError(
-            f"rewards must be finite or NaN (not scorable), got {value} in group {group}, completion {row}"
+            f"rewards must be finite or NaN (not scorable), got {value} in group {group}, completion {row}; "
+            "mend the reward function"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,9 @@ def collate(
         advantages: [P, G].
         mask_truncated: leave completions that ended without EOS out of the loss.
         device: of the tensors.
+
+    Raises:
+        ValueError: a completion has not one log-probability a token, or some have routes and some have none.
     """
     rows = [(g.prompt.input_ids, c) for g in groups for c in g.completions]
     if not rows:
@@ -68,9 +72,20 @@ def collate(
         completion_ids=pad_sequence(tokens, batch_first=True).to(device),
         completion_mask=pad_sequence(learned, batch_first=True).bool().to(device),
         advantages=advantages.flatten().float().to(device),
-        sampling_logps=pad_sequence([torch.tensor(c.sampling_logps) for _, c in rows], batch_first=True).to(device),
+        sampling_logps=pad_sequence([_sampling_logps(c) for _, c in rows], batch_first=True).to(device),
         routes=RoutingRecord.concat_rows(routes).to(device) if routes else None,
     )
+
+
+def _sampling_logps(completion: Completion) -> torch.Tensor:
+    """[T] fp32, NaN for a token that the engine did not score."""
+    logps = [math.nan if x is None else x for x in completion.sampling_logps]
+    if len(logps) != len(completion.token_ids):
+        raise ValueError(
+            f"sampling_logps must be one number for each of the {len(completion.token_ids)} token_ids of a completion, "
+            f"got {len(logps)}; an engine gives None or NaN for a token that it did not score"
+        )
+    return torch.tensor(logps, dtype=torch.float32)
 
 
 def select(batch: RolloutBatch, rows: torch.Tensor) -> RolloutBatch:

@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+MAX_HISTORY = 10_000  # lines; a run of months would fill the memory
+
 
 class Callbacks:
     """Calls ``on_<event>(args, state, control, model=, processing_class=, optimizer=, lr_scheduler=, ...)``.
@@ -14,7 +16,8 @@ class Callbacks:
     Events: train_begin, step_end (after the updates of a rollout, with ``metrics``), log (with ``logs``), evaluate
     (with ``metrics``), save, train_end. ``control.should_training_stop`` is heeded after any of them,
     ``should_evaluate`` and ``should_save`` after step_end, each where any process asks. ``state`` has ``global_step``,
-    ``max_steps``, ``epoch``, ``log_history`` and ``best_metric``, enough for EarlyStoppingCallback.
+    ``max_steps``, ``epoch``, ``log_history`` (the newest 10,000 lines) and ``best_metric``, enough for
+    EarlyStoppingCallback.
 
     Args:
         callbacks: objects or classes.
@@ -45,6 +48,7 @@ class Callbacks:
             line = details.get("logs") or details["metrics"]
             self._state.epoch = line.get("epoch", self._state.epoch)
             self._state.log_history.append({"step": state.step, **line})
+            del self._state.log_history[:-MAX_HISTORY]
         self._control.should_evaluate = self._control.should_save = False
         for callback in self._callbacks:
             answer = getattr(callback, f"on_{event}")(self._args, self._state, self._control, **self._given, **details)

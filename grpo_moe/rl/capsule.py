@@ -17,10 +17,11 @@ from safetensors.torch import save_file
 
 from grpo_moe.ops import LossConfig, grpo_loss_from_logps
 from grpo_moe.ops.loss.objective import Count
-from grpo_moe.types import RolloutBatch
+from grpo_moe.text import clean
+from grpo_moe.types import RolloutBatch, check_int
 
 from .batch import select
-from .metrics import atomic_path
+from .metrics import atomic_path, parse_json
 from .policy import Policy
 from .windows import Window
 
@@ -138,10 +139,10 @@ def load_capsule(path: str | os.PathLike) -> Capsule:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            known = json.loads((file.metadata() or {}).get("capsule", "null"))
+            known = parse_json((file.metadata() or {}).get("capsule", "null"))
             tensors = {name: file.get_tensor(name) for name in file.keys()}
     except FileNotFoundError as error:
-        raise ValueError(f"capsule must be a file, got {path}; there is none") from error
+        raise ValueError(f"capsule must be a file, got {str(path)!r}; there is none") from error
     except (SafetensorError, OSError, ValueError) as error:
         raise _damaged(path, str(error)) from error
     if not isinstance(known, dict) or known.get("format") != FORMAT:
@@ -151,6 +152,10 @@ def load_capsule(path: str | os.PathLike) -> Capsule:
     try:
         extra = {name: tensors.pop(name, None) for name in ("current_logps", "entropy")}
         counts = {name: known[name] for name in ("step", "reason", "num_loss_tokens", "num_sequences")}
+        check_int("step", counts["step"], least=0, fix="it was changed")
+        for name in ("num_loss_tokens", "num_sequences"):
+            if counts[name] is not None:
+                check_int(name, counts[name], least=0, fix="it was changed")
         return Capsule(RolloutBatch(**tensors), LossConfig(**known["config"]), **counts, **extra)
     except (KeyError, TypeError, ValueError) as error:
         raise _damaged(path, f"{type(error).__name__}: {error}") from error
@@ -255,12 +260,20 @@ def _fault(tensors: dict[str, torch.Tensor]) -> str | None:
     for name in _BY_TOKEN:
         if name in names and tensors[name].shape != tensors["completion_ids"].shape:
             return f"{name} of shape {list(tensors[name].shape)}, not {list(tensors['completion_ids'].shape)}"
+    for name in ("advantages", "sampling_logps", *_OPTIONAL):
+        if name in names and not tensors[name].is_floating_point():
+            return f"{name} of {tensors[name].dtype}"
     rows = {len(x) if x.ndim else 0 for x in tensors.values()}
-    return None if len(rows) == 1 else f"tensors of {sorted(rows)} rows"
+    if len(rows) > 1:
+        return f"tensors of {sorted(rows)} rows"
+    shape = tensors["completion_ids"].shape
+    if tensors["advantages"].shape not in (shape, shape[:1]):
+        return f"advantages of shape {list(tensors['advantages'].shape)} for tokens of shape {list(shape)}"
+    return None
 
 
 def _damaged(path: str | os.PathLike, what: str) -> ValueError:
-    return ValueError(f"capsule must be a whole file of save_capsule, got {path}: {what}; use another one")
+    return ValueError(f"capsule must be a whole file of save_capsule, got {path}: {clean(what, 500)}; use another one")
 
 
 def keep_update(

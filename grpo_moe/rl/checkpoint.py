@@ -20,6 +20,8 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from safetensors import SafetensorError
 
+from grpo_moe.text import printable
+
 from .config import GRPOConfig
 from .run_folder import (
     STATE_FILE,
@@ -52,6 +54,7 @@ FREE_OPTIONS = {  # may differ between a run and its continuation: they do not s
     "resume_from_checkpoint",
     "capsule_steps",
     "log_completions",
+    "log_total_limit",
     "show_progress",
 }
 SPLIT_OPTIONS = {"per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "padding_free"}
@@ -123,8 +126,8 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: dict[str, Any]
         accelerator.load_state(str(path))
     except Exception as error:  # of many kinds: other parameters, other optimiser, other shapes
         raise ValueError(
-            f"{path} must be a checkpoint of this model, got: {error}; resume with the model and the adapters of the "
-            "run that wrote it"
+            f"{path} must be a checkpoint of this model, got: {printable(error)}; resume with the model and the "
+            "adapters of the run that wrote it"
         ) from error
     streams = state["random_streams"]
     if accelerator.process_index < len(streams):  # no option of ours draws from them

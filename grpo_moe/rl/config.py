@@ -7,11 +7,12 @@ import dataclasses
 import difflib
 import functools
 import json
-import math
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args, get_type_hints
+from itertools import chain
+from typing import Any, NoReturn
 
 import numpy as np
 import yaml
@@ -19,8 +20,9 @@ from accelerate.utils import LoggerType
 from transformers import HfArgumentParser
 
 from grpo_moe.ops import LossConfig
-from grpo_moe.ops.loss.config import MIN_TEMPERATURE, option
+from grpo_moe.ops.loss.config import MIN_TEMPERATURE, check_types, option
 from grpo_moe.rl.advantages import resolve_scale
+from grpo_moe.text import clean
 
 MAX_OVERSAMPLING = 4.0  # a round of dynamic sampling draws at most this many times the prompts that are missing
 SCHEDULES = (  # those of transformers.get_scheduler that need no further options
@@ -63,7 +65,8 @@ class GRPOConfig(LossConfig):
     is always used up: the last one may go past ``max_steps``.
 
     Values are kept in one form: scalars of NumPy become Python's, a boolean ``scale_rewards`` the name that it stands
-    for in TRL, True as ``resume_from_checkpoint`` "latest", the JSON text of ``chat_template_kwargs`` a dict. In a copy
+    for in TRL, True as ``resume_from_checkpoint`` "latest", the JSON text of ``chat_template_kwargs`` a dict,
+    ~ at the start of a path the home folder. In a copy
     by ``dataclasses.replace``, ``steps_per_generation`` follows ``gradient_accumulation_steps`` unless it was given.
 
     Raises:
@@ -92,7 +95,7 @@ class GRPOConfig(LossConfig):
     gradient_accumulation_steps: int = option(1, "Micro-batches in an optimiser update.")
     padding_free: bool = option(False, "Run the sequences of a micro-batch as one row without padding.")
     steps_per_generation: int | None = option(None, "Micro-batches in a rollout; gradient_accumulation_steps if unset.")
-    num_generations: int = option(8, "Completions a prompt (G), at least 2.")
+    num_generations: int = option(8, "Completions a prompt (G), at least 2, for any number of processes.")
     num_iterations: int = option(1, "Passes over each rollout.")
     chat_template_kwargs: dict | str | None = option(
         None, "Further arguments of the chat template, as JSON: '{\"enable_thinking\": false}'."
@@ -174,16 +177,19 @@ class GRPOConfig(LossConfig):
         None, "Keep the rows of every n-th update for grpo-moe replay, besides those of a non-finite gradient."
     )
     log_completions: bool = option(True, "Write the completions of each rollout as parquet.")
+    log_total_limit: int | None = option(
+        None, "Files of completions, and capsules of each process, to keep, the newest; unset: all."
+    )
     show_progress: bool = option(True, "Show progress, curves and samples in the terminal.")
 
     def __post_init__(self):
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _plain(f.name, getattr(self, f.name)))
-        self._check_types()
+        check_types(self)
         if self.steps_per_generation is None or isinstance(self.steps_per_generation, _Derived):
             object.__setattr__(self, "steps_per_generation", _Derived(self.gradient_accumulation_steps))
         resolve_scale(self.scale_rewards)
-        for holds, name, rule, fix in (*self._own_names(), *self._own_ranges(), *self._own_combinations()):
+        for holds, name, rule, fix in chain(self._own_names(), self._own_ranges(), self._own_combinations()):
             if not holds:
                 raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}; {fix}")
         super().__post_init__()
@@ -202,20 +208,6 @@ class GRPOConfig(LossConfig):
     def prompts_per_rollout(self) -> int:
         """Prompts that one process takes for a rollout."""
         return self.per_device_train_batch_size * self.steps_per_generation // self.num_generations
-
-    def _check_types(self):
-        """Values from YAML or a script may be of any type; the rules below compare numbers."""
-        for name, hint in get_type_hints(type(self)).items():
-            allowed = get_args(hint) or (hint,)
-            value = getattr(self, name)
-            number_fits = float in allowed and isinstance(value, int)
-            fits = isinstance(value, allowed) and (isinstance(value, bool) == (bool in allowed) or value is None)
-            if not fits and not (number_fits and not isinstance(value, bool)):
-                names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
-                raise ValueError(f"{name} must be {names}, got {value!r}; check its type")
-            no_bound = name == "sampler_clip_max" and value == math.inf
-            if isinstance(value, int | float) and not (abs(value) <= sys.float_info.max or no_bound):
-                raise ValueError(f"{name} must be finite, got {value!r}; leave it out for its default")
 
     def _own_names(self):
         choices = {
@@ -241,6 +233,7 @@ class GRPOConfig(LossConfig):
                     "max_completion_length",
                     "dynamic_sampling_max_rounds",
                     "save_total_limit",
+                    "log_total_limit",
                     "eval_steps",
                     "save_steps",
                     "capsule_steps",
@@ -328,6 +321,8 @@ def _plain(name: str, value: Any) -> Any:
         return resolve_scale(value) if isinstance(value, bool) else value
     if name == "resume_from_checkpoint" and isinstance(value, bool):
         return "latest" if value else None
+    if name in ("output_dir", "resume_from_checkpoint") and isinstance(value, str):
+        return os.path.expanduser(value)  # a shell does, a YAML file does not
     if name == "chat_template_kwargs" and value is not None:
         return _template_kwargs(value)
     return value
@@ -407,10 +402,10 @@ def parse_args(
         ValueError: the file is no YAML or names an option that no class has, or a value breaks a class's rules.
         SystemExit: an unknown flag or a value of the wrong type; argparse prints which.
     """
-    file_parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    file_parser = _FileParser(add_help=False, allow_abbrev=False)
     file_parser.add_argument("--config", help="YAML file with values for any of these options.")
     # what is read first must leave --help to the parser that knows all options
-    parser = HfArgumentParser(classes, allow_abbrev=False, parents=[file_parser], add_help=not known_only)
+    parser = _OptionsParser(classes, allow_abbrev=False, parents=[file_parser], add_help=not known_only)
     argv = list(sys.argv[1:] if argv is None else argv)
     names = {f.name for cls in classes for f in dataclasses.fields(cls)}
     from_file = _read_yaml(file_parser.parse_known_args(argv)[0].config)
@@ -422,15 +417,42 @@ def parse_args(
     return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes)
 
 
+class _OneLine(argparse.ArgumentParser):
+    """Without the usage before an error, which is a page long."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {clean(message, 500)}; see {self.prog} --help\n")
+
+
+class _FileParser(_OneLine):
+    """Of --config alone."""
+
+
+class _OptionsParser(_OneLine, HfArgumentParser):
+    """Of every option."""
+
+
+class _OneOfEach(yaml.SafeLoader):
+    """Refuses an option that is given twice, of which YAML would take the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)
+
+
 def _read_yaml(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
         with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
-        reason = " ".join(str(error).split())  # YAML's takes several lines
-        raise ValueError(f"--config must be a YAML file, got {path}: {reason}") from error
+            content = yaml.load(file, _OneOfEach)  # a SafeLoader
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
+        reason = clean(" ".join(str(error).split()), 500)  # YAML's takes several lines
+        raise ValueError(
+            f"--config must be a YAML file, got {path}: {reason}; write 'option: value' lines, see --help"
+        ) from error
     if content is None:  # an empty file
         return {}
     wrong = [type(content)] if not isinstance(content, dict) else [type(k) for k in content if not isinstance(k, str)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 import time
 from collections.abc import Sequence
@@ -16,12 +15,11 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_moe.rl.report import describe_phases
-from grpo_moe.rl.text import encodable, steers_or_hides
+from grpo_moe.text import clean, encodable
 
 Sample = tuple[Any, Any, float]  # prompt, completion (text or chat messages), reward
 
 _MAX_SAMPLES = 4
-_TEXT_LIMIT = 160  # characters of a prompt or completion
 _MESSAGE_LIMIT = 2000
 _LABELS = {
     "reward": "reward",
@@ -196,26 +194,6 @@ class _Pace:
             return "?"
         pace = (self._last[1] - self._first[1]) / (self._last[0] - self._first[0])
         return _duration(pace * max(0, self.total_steps - self._last[0]))
-
-
-# A whole CSI or OSC sequence; without its first character the rest would be left over as text.
-_SEQUENCE = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)")
-
-
-def clean(text: Any, limit: int = _TEXT_LIMIT) -> str:
-    r"""`str(text)` as one line of at most `limit` characters, none of which can steer a terminal or is invisible.
-
-    Newlines and tabs are shown as \n and \t, lone surrogates as \udXXX; of a longer text, the start and the end stay.
-    """
-    text = str(text)
-    if len(text) > 8 * limit:  # a bound on the work, before the cut that counts
-        text = text[: 4 * limit] + "..." + text[-4 * limit :]
-    text = text.replace("\n", r"\n").replace("\t", r"\t")
-    text = encodable("".join(c for c in _SEQUENCE.sub("", text) if not steers_or_hides(c)))
-    if len(text) <= limit:
-        return text
-    tail = limit // 3
-    return f"{text[: limit - tail - 3]}...{text[len(text) - tail :]}"
 
 
 def sparkline(values: Sequence[float], width: int = 40, ascii_only: bool = False) -> str:

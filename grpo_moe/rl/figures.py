@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from .metrics import atomic_path
-from .report import Panel, draw_panel, finish, series
+from .report import Panel, as_label, draw_panel, finish, series
 
 WATERFALL = {
     "groups": "generated",
@@ -43,7 +43,7 @@ _BALANCE = Panel(
     right={"routing/dead_experts": "experts without a token"},
     points={},
 )
-_BY_LAYER = re.compile(r"routing/(.+)_layer_(\d+)")
+_BY_LAYER = re.compile(r"routing/(.+)_layer_([0-9]{1,6})")
 
 
 def draw_signal(metrics: list[dict], out: Path) -> bool:
@@ -60,7 +60,11 @@ def draw_signal(metrics: list[dict], out: Path) -> bool:
             count = min(len(values), len(total))
             share = values[:count] / np.maximum(total[:count], 1)
             left.plot(
-                steps[:count], share, label=WATERFALL.get(name, name), color=f"C{number}", marker="." * (count < 2)
+                steps[:count],
+                share,
+                label=as_label(WATERFALL.get(name, name)),
+                color=f"C{number}",
+                marker="." * (count < 2),
             )
         finish(left, "Share of the generated tokens", drawn=shares)
         return drawn or shares
@@ -85,7 +89,7 @@ def draw_experts(metrics: list[dict], out: Path) -> bool:
             for row, (own, values) in zip(heat, curves.values(), strict=True):
                 row[np.searchsorted(steps, own)] = values
             _draw_heat(right, heat, list(curves), steps)
-            right.set(title=f"{family.replace('_', ' ')} by layer", xlabel="optimiser step")
+            right.set(title=f"{as_label(family.replace('_', ' '))} by layer", xlabel="optimiser step")
         else:
             finish(right, "By layer", drawn=False)
         return drawn or bool(curves)
@@ -124,7 +128,7 @@ def _draw_heat(ax, heat: np.ndarray, layers: Sequence[Any], columns: np.ndarray)
     top = max(float(np.nanmax(heat)), 0.01)
     image = ax.imshow(heat, aspect="auto", cmap="viridis", interpolation="nearest", vmin=0, vmax=top)
     ax.figure.colorbar(image, ax=ax)
-    ax.set_yticks(range(len(layers)), [str(layer) for layer in layers])
+    ax.set_yticks(range(len(layers)), [as_label(layer) for layer in layers])
     ax.set_ylabel("layer")
     shown = np.unique(np.linspace(0, len(columns) - 1, min(6, len(columns))).round().astype(int))
     ax.set_xticks(shown, [f"{columns[place]:g}" for place in shown])

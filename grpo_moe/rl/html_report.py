@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import html
 import itertools
-import json
 import math
 import os
 import reprlib
@@ -15,10 +14,11 @@ from typing import Any
 
 import numpy as np
 
+from grpo_moe.text import encodable, steers_or_hides
+
 from .figures import WATERFALL, draw_experts, draw_load, draw_signal, waterfall
-from .metrics import atomic_path, is_number, read_metrics
+from .metrics import atomic_path, is_number, parse_json, read_metrics
 from .report import LOAD_FILE, METRICS_FILE, plot_curves, series
-from .text import encodable, steers_or_hides
 
 _SAMPLED_FILES, _ROWS_A_FILE, _TEXT_LIMIT = 3, 4, 4000
 _STYLE = """
@@ -54,10 +54,13 @@ def write_html_report(run: str | os.PathLike, out: str | os.PathLike | None = No
     metrics = _read_numbers(run / METRICS_FILE)
     if not any(row.get("step") is not None for row in metrics):
         raise ValueError(
-            f"run must be a folder with metrics.jsonl of at least one step, got {run}; give the output_dir of a run"
+            f"run must be a folder with metrics.jsonl of at least one step, got {str(run)!r}; give the output_dir of a "
+            "run"
         )
     summary, load = _read_summary(run / "summary.json"), _read_load(run / LOAD_FILE)
     out = Path(out) if out is not None else run / "report.html"
+    if "\0" in str(out):
+        raise ValueError(f"out must be a path, got {str(out)!r}; name a file")
     if out.is_dir():
         raise ValueError(f"out must be a file, got the folder {out}; name a file in it")
     try:
@@ -157,7 +160,7 @@ def _load_shape(load: Any) -> tuple[list[str], int] | None:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        summary = parse_json(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} must be JSON, got a damaged file: {error}; remove it to go without") from error
     if not isinstance(summary, dict):

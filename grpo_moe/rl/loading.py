@@ -24,6 +24,7 @@ from grpo_moe.adapters.hf_experts import can_run_experts
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.data import prompt_source
 from grpo_moe.rewards import RewardCaller
+from grpo_moe.text import clean
 
 from .config import GRPOConfig
 
@@ -32,7 +33,8 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
     """The causal LM to train, and PEFT's wrapper of it if it has adapters, else None.
 
     A model that is given stays as it is. One at a local path or hub id comes in fp32 unless ``dtype`` says otherwise,
-    MXFP4 dequantised, its experts on our kernels and GPT-OSS with sinks in its attention.
+    MXFP4 dequantised, its experts on our kernels and GPT-OSS with sinks in its attention. Weights are read from
+    safetensors, and code that comes with them does not run, unless ``kwargs`` say otherwise.
 
     Args:
         model: a transformers causal LM, PEFT's wrapper of one, or a path or hub id.
@@ -49,7 +51,7 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
     elif isinstance(model, PreTrainedModel):
         policy, adapters = model, None
     else:
-        raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}")
+        raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}; load it first")
     quantised = [name for name, p in policy.named_parameters() if p.element_size() == 1]
     if quantised:
         raise ValueError(
@@ -93,15 +95,23 @@ def without_adapters(adapters: Any) -> Iterator[None]:
 
 
 def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
-    config = _from_pretrained(AutoConfig, path, "model_name_or_path")
+    code = {"trust_remote_code": kwargs.pop("trust_remote_code", False)}
+    config = _from_pretrained(AutoConfig, path, "model_name_or_path", **code)
     quantization = getattr(config, "quantization_config", None) or {}
     mxfp4 = isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4"
     if mxfp4:
         kwargs["quantization_config"] = Mxfp4Config(dequantize=True)
     if config.model_type == "gpt_oss":
         kwargs.setdefault("attn_implementation", SINK_ATTENTION)
-    kwargs.setdefault("dtype", torch.float32)
-    policy = _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", **kwargs)
+    kwargs = {"dtype": torch.float32, "use_safetensors": True, **code, **kwargs}
+    kwargs["output_loading_info"] = True
+    policy, info = _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", **kwargs)
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"model_name_or_path must have every weight of {type(policy).__name__}, got none for {missing[0]} and "
+            f"{len(missing) - 1} others in {str(path)!r}; transformers would draw them at random: get the whole "
+            "checkpoint"
+        )
     if mxfp4 and kwargs["dtype"] != "auto":  # transformers 5.17 leaves the experts in bf16
         policy.to(kwargs["dtype"])
     if can_run_experts(policy) and not hasattr(config, "moe_dispatch"):  # GPT-OSS-Lite says it in its config
@@ -118,11 +128,15 @@ def load_tokenizer(processing_class: str | PreTrainedTokenizerBase | None, model
     if isinstance(processing_class, PreTrainedTokenizerBase):
         return processing_class
     if processing_class is not None and not isinstance(processing_class, str):
-        raise ValueError(f"processing_class must be a tokenizer, a folder or a hub id, got {processing_class!r}")
+        raise ValueError(
+            f"processing_class must be a tokenizer, a folder or a hub id, got {processing_class!r}; load it first"
+        )
     path = processing_class or (model.config._name_or_path if hasattr(model, "config") else model)
     if not path:
-        raise ValueError("processing_class must be given with a model that was not loaded from a path, got None")
-    return _from_pretrained(AutoTokenizer, path, "processing_class")
+        raise ValueError(
+            "processing_class must be given with a model that was not loaded from a path, got None; pass the tokenizer"
+        )
+    return _from_pretrained(AutoTokenizer, path, "processing_class", trust_remote_code=False)
 
 
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -133,7 +147,23 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
     """
     size = model.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > size:
-        raise ValueError(f"processing_class must have at most the model's {size} tokens, got {len(tokenizer)}")
+        raise ValueError(
+            f"processing_class must have at most the model's {size} tokens, got {len(tokenizer)}; use the model's own "
+            "tokenizer, or model.resize_token_embeddings"
+        )
+
+
+def check_ends(args: GRPOConfig, stop_ids: tuple[int, ...]) -> None:
+    """Refuses to leave every completion out of the loss.
+
+    Raises:
+        ValueError: completions without EOS are left out, and neither model nor tokenizer has such a token.
+    """
+    if args.mask_truncated_completions and not stop_ids:
+        raise ValueError(
+            "mask_truncated_completions must be False without an EOS token, got True; set tokenizer.eos_token, or "
+            "no completion takes part in the loss"
+        )
 
 
 def reference_model(model: PreTrainedModel) -> PreTrainedModel:
@@ -143,12 +173,16 @@ def reference_model(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Sets every dropout and router jitter to 0: a ratio of two different dropout masks would be noise."""
+    """Sets every dropout and router jitter to 0: a ratio of two different dropout masks would be noise.
+
+    What no name gives away is found by :func:`grpo_moe.adapters.hf_head.check_training_mode`.
+    """
     for module in model.modules():
-        if isinstance(module, nn.Dropout):
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # of every dimension, and alpha dropout
             module.p = 0.0
         for name, value in vars(module).items():
-            if isinstance(value, float) and ("dropout" in name or "jitter" in name):
+            draws = "drop" in name or ("jitter" in name and name != "router_jitter_noise")  # PhiMoE's: a threshold
+            if isinstance(value, float) and draws:
                 setattr(module, name, 0.0)
 
 
@@ -160,7 +194,19 @@ def _from_pretrained(auto_class, path: str | os.PathLike, name: str, **kwargs: A
     try:
         return auto_class.from_pretrained(path, **kwargs)
     except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
-        raise ValueError(f"{name} must be in a folder or on the hub, got {path!r}: {error}") from error
+        raise ValueError(
+            f"{name} must be in a folder or on the hub, got {path!r}: {clean(error, 500)}; give the folder that "
+            "save_pretrained wrote, or mend it"
+        ) from error
+
+
+@contextmanager
+def _named(dataset: str) -> Iterator[None]:
+    """Says which of the two data sets an error is about."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{dataset}: {error}") from error
 
 
 class TaskData:
@@ -185,12 +231,15 @@ class TaskData:
                 f"got {args.max_completion_length}; lower it"
             )
         shared = {"max_prompt_tokens": room, "chat_template_kwargs": args.chat_template_kwargs}
-        self.source = prompt_source(train_dataset, tokenizer, seed=args.seed, shuffle=args.shuffle_dataset, **shared)
+        with _named("train_dataset"):
+            order = {"seed": args.seed, "shuffle": args.shuffle_dataset}
+            self.source = prompt_source(train_dataset, tokenizer, **order, **shared)
         self.eval_prompts = []
         sources = [self.source]
         if eval_dataset is not None:
-            sources.append(prompt_source(eval_dataset, tokenizer, seed=0, shuffle=False, **shared))
-            self.eval_prompts = sources[-1].all()
+            with _named("eval_dataset"):
+                sources.append(prompt_source(eval_dataset, tokenizer, seed=0, shuffle=False, **shared))
+                self.eval_prompts = sources[-1].all()
         firsts = [source.first(2) for source in sources]
         if args.chat_template_kwargs and all(isinstance(prompts[0].raw, str) for prompts in firsts):
             raise ValueError(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
+from safetensors import SafetensorError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -26,7 +27,8 @@ class Metrics:
     """Collects scalars until `reduce`.
 
     Tensors stay on their device, without graph, so that adding one never waits for the GPU. A value that is not finite
-    is kept out of its metric and counted in `nonfinite/<name>`; a metric with no finite value at all is NaN.
+    is kept out of its metric and counted in `nonfinite/<name>`; a metric of such values alone is NaN. One of no weight,
+    as a mean over tokens where there were none, is absent.
     """
 
     def __init__(self) -> None:
@@ -76,7 +78,7 @@ class Metrics:
         self._entries = {}
         if accelerator is not None:
             partials = _merge(gather_object([partials]))
-        result = {name: partial.value() for name, partial in partials.items()}
+        result = {name: p.value() for name, p in partials.items() if p.weight or p.num_nonfinite}
         counts = {f"nonfinite/{name}": float(p.num_nonfinite) for name, p in partials.items() if p.num_nonfinite}
         return result | counts
 
@@ -204,8 +206,12 @@ class MetricsWriter:
         self.truncate_after(math.inf)
 
     def write(self, metrics: dict[str, Any]) -> None:
-        """Appends one line; NaN and infinities become null."""
-        with open(self.path, "a", encoding="utf-8") as file:
+        """Appends one line; NaN and infinities become null.
+
+        Raises:
+            OSError: it cannot be written; naming the file.
+        """
+        with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(strict_json(metrics) + "\n")
 
     def truncate_after(self, step: float) -> None:
@@ -216,9 +222,10 @@ class MetricsWriter:
         """
         if not self.path.exists():
             return
-        kept = [line for line in read_metrics(self.path) if line.get("step") is None or line["step"] <= step]
-        with atomic_path(self.path) as temporary:
-            temporary.write_text("".join(strict_json(line) + "\n" for line in kept), encoding="utf-8")
+        with atomic_path(self.path) as temporary, open(temporary, "w", encoding="utf-8") as file:
+            for line in _metrics_lines(self.path):  # never the whole file in memory: it may be of months
+                if line.get("step") is None or line["step"] <= step:
+                    file.write(strict_json(line) + "\n")
 
 
 def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
@@ -228,24 +235,31 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
         ValueError: it cannot be read, a line other than the last is not JSON, or one is no object or has a step that is
             no number; file and line are named.
     """
+    return list(_metrics_lines(path)) if os.path.exists(path) else []
+
+
+def _metrics_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """The lines of :func:`read_metrics`, one at a time."""
     try:
-        lines = Path(path).read_bytes().splitlines() if os.path.exists(path) else []
+        file = open(path, "rb")
     except OSError as error:
         raise ValueError(f"{path} must be a file that can be read, got {error.strerror}; move it away") from error
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            if number < len(lines):
-                raise _faulty_line(path, "JSON lines", line, number) from error
-            continue
-        if not isinstance(row, dict):
-            raise _faulty_line(path, "JSON objects", line, number)
-        if row.get("step") is not None and not is_number(row["step"]):
-            raise _faulty_line(path, "numbers for step", line, number)
-        rows.append(row)
-    return rows
+    torn = None
+    with file:
+        for number, line in enumerate(file, start=1):
+            if torn is not None:
+                raise torn
+            try:
+                row = parse_json(line)
+            except ValueError as error:  # raised unless it is the last
+                torn = _faulty_line(path, "JSON lines", line, number)
+                torn.__cause__ = error
+                continue
+            if not isinstance(row, dict):
+                raise _faulty_line(path, "JSON objects", line, number)
+            if row.get("step") is not None and not is_number(row["step"]):
+                raise _faulty_line(path, "numbers for step", line, number)
+            yield row
 
 
 def is_number(value: Any) -> bool:
@@ -254,7 +268,20 @@ def is_number(value: Any) -> bool:
 
 
 def _faulty_line(path: str | os.PathLike, wanted: str, line: bytes, number: int) -> ValueError:
-    return ValueError(f"{path} must hold {wanted}, got {line[:80]!r} in line {number}; mend or remove the line")
+    line = line.rstrip(b"\r\n")[:80]
+    return ValueError(f"{path} must hold {wanted}, got {line!r} in line {number}; mend or remove the line")
+
+
+def parse_json(text: str | bytes) -> Any:
+    """``json.loads`` of any content.
+
+    Raises:
+        ValueError: it is no JSON, or nested too deep to be ours.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("JSON is nested too deep") from error
 
 
 def strict_json(value: Any, indent: int | None = None) -> str:
@@ -279,11 +306,35 @@ def to_plain(value: Any) -> Any:
 
 @contextmanager
 def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; it replaces `path` when the block ends and is removed when it raises."""
+    """Yields a path beside `path` to write to; it replaces `path` when the block ends and is removed when it raises.
+
+    Raises:
+        OSError: it cannot be written; naming the file.
+    """
     path = Path(path)
     temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
+    with writing(path):
+        try:
+            yield temporary
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def writing(path: str | os.PathLike) -> Iterator[None]:
+    """Around the writing of a file or a folder of files, whose errors often name none.
+
+    Raises:
+        OSError: the disk is full or the place cannot be written, with the same errno where it is known.
+    """
     try:
-        yield temporary
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        named = OSError(
+            f"{path} must be in a folder with room that can be written, got: {reason}; free some space or choose "
+            "another folder"
+        )
+        named.errno = getattr(error, "errno", None)
+        raise named from error

@@ -16,7 +16,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapters
 from grpo_moe.adapters.hf_attention import check_sinks
-from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free
+from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free, check_training_mode
 from grpo_moe.rollout.base import checkpointed_modules
 from grpo_moe.types import RolloutBatch
 
@@ -138,6 +138,7 @@ class Policy:
 
     def _examine(self) -> None:
         """Finds out by forwards, of parameters in their own precision, what the model does."""
+        check_training_mode(self.model)
         check_head(self.model)
         check_sinks(self.model)
         if self.args.padding_free:
@@ -173,7 +174,9 @@ class Policy:
         """The optimiser and schedule given, or AdamW and the schedule of the options for what is None."""
         args = self.args
         if not isinstance(given, tuple | list) or len(given) != 2:
-            raise ValueError(f"optimizers must be an optimiser and a schedule, each may be None, got {given!r}")
+            raise ValueError(
+                f"optimizers must be an optimiser and a schedule, each may be None, got {given!r}; pass a pair"
+            )
         optimizer, scheduler = given
         if optimizer is None:
             optimizer = torch.optim.AdamW(
@@ -194,7 +197,7 @@ class Policy:
 
     def _check_optimizer(self, optimizer: Any) -> None:
         if not isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(f"optimizers must hold a torch.optim.Optimizer or None first, got {optimizer!r}")
+            raise ValueError(f"optimizers must hold a torch.optim.Optimizer or None first, got {optimizer!r}; make one")
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
         left = [name for name, p in self.model.named_parameters() if p.requires_grad and id(p) not in held]
         if left:

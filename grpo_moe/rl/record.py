@@ -20,6 +20,7 @@ from .forecast import Utilization
 from .metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 from .report import LOAD_FILE, METRICS_FILE, plot_curves, versions, write_completions, write_summary
 from .routing import PolicyRouting
+from .run_folder import keep_newest
 from .state import TrainerState
 from .waterfall import add_waterfall
 
@@ -28,6 +29,8 @@ SUMMARY_FILE, CURVES_FILE = "summary.json", "curves.png"
 _FILES = (METRICS_FILE, LOAD_FILE, SUMMARY_FILE, CURVES_FILE)
 _BY_STEP = {"completions": r"completions_(\d+)\.parquet", "capsules": r"update_(\d+)_\d+\.safetensors"}
 """Folders of a run, and their files of one rollout or update, whose number is the group."""
+_UNFINISHED = r".+\.(jsonl|json|png|html|parquet|safetensors)\.\d+\.tmp"
+"""What a killed process was writing."""
 
 
 class RunRecord:
@@ -137,6 +140,7 @@ class RunRecord:
         folder = self.folder / "completions"
         folder.mkdir(parents=True, exist_ok=True)
         write_completions(folder / f"completions_{step:06d}.parquet", rows)
+        keep_newest(folder, _BY_STEP["completions"], self.args.log_total_limit)
 
     def summary(self, state: TrainerState, phase_seconds: dict[str, float], num_parameters: int) -> dict[str, Any]:
         """The summary of a run, which the main process also writes, beside the curves."""
@@ -222,4 +226,8 @@ def _remove_after(folder: Path, last_step: int) -> None:
         for path in (folder / name).glob("*"):
             match = re.fullmatch(pattern, path.name)
             if match and int(match[1]) > last_step:
+                path.unlink()
+    for place in (folder, *(folder / name for name in _BY_STEP)):
+        for path in place.glob("*"):
+            if re.fullmatch(_UNFINISHED, path.name):
                 path.unlink()

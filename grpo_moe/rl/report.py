@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from grpo_moe.rl.metrics import atomic_path, strict_json, to_plain
-from grpo_moe.rl.text import encodable
+from grpo_moe.text import clean, encodable
 
 METRICS_FILE = "metrics.jsonl"
 """Of a run folder: one line a rollout and one an evaluation."""
@@ -84,6 +84,11 @@ def plot_curves(metrics: list[dict[str, Any]], path: str | os.PathLike) -> None:
         figure.savefig(temporary, format="png", dpi=110)
 
 
+def as_label(name: Any) -> str:
+    """A name out of a file as matplotlib draws it: a ``$`` would start a formula, a lone surrogate fails."""
+    return clean(name, 40).replace("$", r"\$")
+
+
 @dataclass(frozen=True)
 class Panel:
     """One set of axes: lines on the left scale, lines on the right scale and single points, as {key: label}."""
@@ -149,7 +154,7 @@ def _draw_phases(ax, metrics: list[dict[str, Any]]) -> bool:
     layers = np.array([_on_steps(steps, *curve) for curve in curves.values()])  # [phases, steps]
     if len(steps) == 1:  # an area needs two
         steps, layers = np.array([steps[0] - 0.5, steps[0] + 0.5]), layers.repeat(2, axis=1)
-    ax.stackplot(steps, layers, labels=list(curves), colors=_PHASE_COLORS)
+    ax.stackplot(steps, layers, labels=list(map(as_label, curves)), colors=_PHASE_COLORS)
     ax.set_ylim(0, max(1.4 * np.quantile(layers.sum(axis=0), 0.98), 1e-9))  # one slow step must not flatten the rest
     return True
 
@@ -162,6 +167,7 @@ def _on_steps(steps: np.ndarray, own_steps: np.ndarray, values: np.ndarray) -> n
 
 
 def finish(ax, title: str, *, drawn: bool) -> None:
+    """Title, frame and legend of a panel; one in which nothing was drawn says so."""
     ax.set_title(title)
     ax.spines["top"].set_visible(False)
     if not drawn:

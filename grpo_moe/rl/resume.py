@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, run_settings, save_checkpoint
-from .run_folder import claim_folder, find_checkpoint, start_run
+from .run_folder import claim_folder, find_checkpoint, folder_lock, start_run
 from .state import TrainerState
 
 if TYPE_CHECKING:
@@ -32,8 +32,22 @@ def save_run(trainer: GRPOTrainer) -> Path:
     return path
 
 
-def resume_run(trainer: GRPOTrainer, name: str | bool | None) -> None:
-    """Brings a trainer to where the checkpoint stood; without one, starts a fresh run in the folder."""
+@contextmanager
+def resumed_run(trainer: GRPOTrainer, name: str | bool | None) -> Iterator[None]:
+    """Brings a trainer to where the checkpoint stood; without one, starts a fresh run in the folder.
+
+    Inside, no other run can start in the folder.
+
+    Raises:
+        ValueError: one is training there, or the checkpoint cannot be resumed.
+    """
+    lock = folder_lock(trainer.args.output_dir) if trainer.accelerator.is_main_process else nullcontext()
+    with lock:
+        _resume_run(trainer, name)
+        yield
+
+
+def _resume_run(trainer: GRPOTrainer, name: str | bool | None) -> None:
     folder = trainer.args.output_dir
     path = find_checkpoint(name, folder) if name else None
     if path is None:
@@ -63,7 +77,10 @@ def saving_on_error(trainer: GRPOTrainer) -> Iterator[None]:
         if trainer.state.step and trainer.accelerator.num_processes == 1:
             trainer.collector.drop_next()
             trainer.source.load_state_dict(position)
-            error.add_note(f"{trainer.save_checkpoint()} holds the run up to update {trainer.state.step}")
+            try:
+                error.add_note(f"{trainer.save_checkpoint()} holds the run up to update {trainer.state.step}")
+            except OSError as unsaved:  # the first error says more, and the full disk may well be it
+                error.add_note(f"the run up to update {trainer.state.step} could not be saved: {unsaved}")
         raise
 
 

@@ -172,6 +172,8 @@ class PolicyRouting:
         if not loads:
             return {}
         load = sum(loads)  # [L, E]
+        if not load.any():  # no token took part: there is no balance to speak of
+            return {}
         violation = max_violation(load)  # [L]
         metrics.add("routing/max_violation", violation.mean())
         for layer, value in zip(self.replay.layers, violation, strict=True):

@@ -2,24 +2,83 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import re
+import socket
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
+
+from grpo_moe.text import clean, encodable
+
+from .metrics import parse_json
+
+logger = logging.getLogger(__name__)
 
 STATE_FILE = "grpo_state.json"
 STATE_KEYS = {"step", "num_processes", "config", "files", "random_streams", "checksum"}
-RUN_FILE = "run_id"
+RUN_FILE, LOCK_FILE = "run_id", "run.lock"
 RUN_FILES = (
     r"checkpoint-\d+|metrics\.jsonl|expert_load\.jsonl|completions|capsules|summary\.json|model|report\.html"
     r"|(curves|signal|experts|expert_load)\.png"
 )
 """What else a run writes into its folder: a pattern of whole names."""
+
+
+_held: set[Path] = set()
+"""Folders that this process trains in; the kernel's locks do not keep a process from itself."""
+
+
+@contextmanager
+def folder_lock(output_dir: str | os.PathLike) -> Iterator[None]:
+    """Keeps the folder for this process: two runs at once would overwrite each other's metrics and checkpoints.
+
+    The kernel gives it back however the process ends, and no child inherits it.
+
+    Raises:
+        ValueError: another run trains in the folder.
+    """
+    path = (Path(output_dir) / LOCK_FILE).resolve()
+    if path in _held:
+        raise _locked(output_dir, f"process {os.getpid()}, this one")
+    with open(path, "a+", encoding="utf-8") as file:
+        if not _lock(file):
+            file.seek(0)
+            raise _locked(output_dir, clean(file.read(200)) or "another process")
+        _held.add(path)
+        try:
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+        finally:
+            _held.discard(path)
+
+
+def _lock(file: TextIO) -> bool:
+    """False where another process has it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s): see to it that no second run writes there", file.name, error)
+    return True
+
+
+def _locked(output_dir: str | os.PathLike, holder: str) -> ValueError:
+    return ValueError(
+        f"output_dir must be of no run that is training, got {str(output_dir)!r}, in which {holder} is; wait until it "
+        "ends, end it, or choose another output_dir"
+    )
 
 
 def start_run(output_dir: str | os.PathLike) -> str:
@@ -42,11 +101,11 @@ def claim_folder(output_dir: str | os.PathLike, name: str, keep: Path | None = N
     """
     folder = Path(output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    run = folder / RUN_FILE
-    if run.is_file() and run.read_text(encoding="utf-8", errors="replace") == name:
+    run, known = folder / RUN_FILE, _run_name(folder)
+    if known == name:
         return
     left = [path for path in folder.iterdir() if re.fullmatch(RUN_FILES, path.name) and path != keep]
-    if run.is_file() and left:
+    if known is not None and left:
         numbers = [int(match[1]) for path in folder.iterdir() if (match := re.fullmatch(r"earlier-(\d+)", path.name))]
         aside = folder / f"earlier-{max(numbers, default=0) + 1}"
         aside.mkdir()
@@ -58,8 +117,7 @@ def claim_folder(output_dir: str | os.PathLike, name: str, keep: Path | None = N
 
 def list_checkpoints(output_dir: str | os.PathLike) -> list[Path]:
     """Finished checkpoints of the newest run in ``output_dir``, by step; without those whose state is damaged."""
-    run = Path(output_dir) / RUN_FILE
-    name = run.read_text(encoding="utf-8") if run.is_file() else None
+    name = _run_name(output_dir)
     found = [(path, *_parse_state(path)) for path in _finished(output_dir)]
     return [path for path, state, _ in found if name is not None and state.get("run_id") == name]
 
@@ -79,6 +137,8 @@ def find_checkpoint(name: str | bool, output_dir: str) -> Path | None:
     """
     if name is True or name in ("latest", "True", "true"):
         existing = list_checkpoints(output_dir)
+        if not existing:
+            _check_no_others(output_dir)
         last = step_of(existing[-1]) if existing else -1
         for path in _named(output_dir):
             if step_of(path) > last and _parse_state(path)[1]:
@@ -88,11 +148,28 @@ def find_checkpoint(name: str | bool, output_dir: str) -> Path | None:
     if not (path / STATE_FILE).is_file():
         known = ", ".join(str(p) for p in list_checkpoints(output_dir)) or "none"
         raise ValueError(
-            f"resume_from_checkpoint must be 'latest' or a checkpoint folder with {STATE_FILE}, got {name}; "
+            f"resume_from_checkpoint must be 'latest' or a checkpoint folder with {STATE_FILE}, got {name!r}; "
             f"checkpoints in {output_dir}: {known}"
         )
     read_state(path)
     return path
+
+
+def _check_no_others(output_dir: str | os.PathLike) -> None:
+    """A fresh run puts those of another aside, so whole ones that are not of the run that is named are its own."""
+    if whole := [path for path in _finished(output_dir) if not _parse_state(path)[1]]:
+        raise ValueError(
+            f"{Path(output_dir) / RUN_FILE} must name the run of the checkpoints beside it, got "
+            f"{_run_name(output_dir) or 'no name of a run'}; go on with resume_from_checkpoint={str(whole[-1])!r}, or "
+            "start anew without it"
+        )
+
+
+def _run_name(output_dir: str | os.PathLike) -> str | None:
+    """Of the newest run in the folder; None where none was, or the file is damaged."""
+    run = Path(output_dir) / RUN_FILE
+    name = run.read_text(encoding="utf-8", errors="replace") if run.is_file() else ""
+    return name if re.fullmatch("[0-9a-f]{32}", name) else None
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -107,21 +184,37 @@ def read_state(path: Path) -> dict[str, Any]:
     return state
 
 
+def keep_newest(folder: Path, pattern: str, keep: int | None) -> None:
+    """Removes all but the ``keep`` files with the largest numbers, the group of ``pattern``; None keeps all."""
+    if keep is None:
+        return
+    found = {path: int(match[1]) for path in folder.glob("*") if (match := re.fullmatch(pattern, path.name))}
+    for path in sorted(found, key=found.__getitem__)[:-keep]:
+        path.unlink(missing_ok=True)
+
+
 def check_run_folder(output_dir: str, resume_from_checkpoint: str | None) -> None:
     """Finds out before any work whether the folder can be written and the checkpoint to resume from is there.
 
     Raises:
-        ValueError: naming output_dir or resume_from_checkpoint.
+        ValueError: naming output_dir or resume_from_checkpoint; another run is training in the folder.
     """
+    if "\0" in output_dir or encodable(output_dir) != output_dir:
+        raise ValueError(f"output_dir must be a path of whole characters, got {output_dir!r}; choose another one")
     try:
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir):
             pass
+        if (Path(output_dir) / LOCK_FILE).exists() and os.environ.get("RANK", "0") == "0":  # only main holds it later
+            with folder_lock(output_dir):
+                pass
         for name in ("model", "completions", "capsules"):
             if (Path(output_dir) / name).is_file():
                 raise NotADirectoryError(f"{name} in it is a file")
     except OSError as error:
-        raise ValueError(f"output_dir must be a folder that can be written, got {output_dir!r}: {error}") from error
+        raise ValueError(
+            f"output_dir must be a folder that can be written, got {output_dir!r}: {error}; choose another one"
+        ) from error
     if resume_from_checkpoint is not None:
         find_checkpoint(resume_from_checkpoint, output_dir)
 
@@ -145,7 +238,7 @@ def step_of(path: Path) -> float:
 def _parse_state(path: Path) -> tuple[dict[str, Any], str | None]:
     """The state, or {} and what the file should be and is."""
     try:
-        state = json.loads((path / STATE_FILE).read_text(encoding="utf-8"))
+        state = parse_json((path / STATE_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}, "there, got no such file"
     except ValueError:
@@ -158,10 +251,12 @@ def _parse_state(path: Path) -> tuple[dict[str, Any], str | None]:
 
 
 def checksum(content: dict[str, Any]) -> str:
+    """SHA-256 of a JSON value, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def file_facts(path: Path) -> dict[str, Any]:
+    """Bytes and SHA-256 of a file, as a manifest holds them."""
     with open(path, "rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from grpo_moe.ops import grpo_loss
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rollout import RolloutEngine, default_engine
-from grpo_moe.rollout.base import context_length
+from grpo_moe.rollout.base import context_length, stop_token_ids
 from grpo_moe.types import RolloutBatch, SamplingParams
 
 from .batch import Group, batch_loss, collate, select
@@ -29,13 +29,13 @@ from .evaluation import evaluate
 from .forecast import Utilization, forecast_in_words
 from .guards import out_of_memory_explained, rehearse, rollout_warnings
 from .interrupt import InterruptGuard
-from .loading import TaskData, check_vocabulary, load_policy, load_tokenizer
-from .metrics import Metrics, PhaseTimer
+from .loading import TaskData, check_ends, check_vocabulary, load_policy, load_tokenizer
+from .metrics import Metrics, PhaseTimer, writing
 from .policy import Policy
 from .processes import agree, check_ranks_agree, end_trackers, make_accelerator
 from .record import RunRecord
-from .resume import resume_run, save_run, saving_on_error
-from .run_folder import check_run_folder
+from .resume import resumed_run, save_run, saving_on_error
+from .run_folder import check_run_folder, keep_newest
 from .sharding import whole_parameters, whole_state, whole_tensor
 from .state import TrainerState
 from .waterfall import add_loss_stats
@@ -82,11 +82,20 @@ class GRPOTrainer:
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self.compute_metrics = compute_metrics
         if not isinstance(args, GRPOConfig):
-            raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}")
+            raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}; GRPOConfig() has the defaults")
         if compute_metrics is not None and not callable(compute_metrics):
             raise ValueError(f"compute_metrics must be a function of groups, got {compute_metrics!r}; pass a function")
-        if eval_dataset is None and args.eval_steps:
-            raise ValueError(f"eval_dataset must be given with eval_steps={args.eval_steps}, got None; leave that out")
+        for name in ("eval_steps", "metric_for_best_model") if eval_dataset is None else ():
+            if (value := getattr(args, name)) is not None:
+                raise ValueError(f"eval_dataset must be given with {name}={value}, got None; leave that out")
+        calls = ("generate", "sync_weights")
+        if isinstance(rollout_engine, type) or not (
+            rollout_engine is None or all(callable(getattr(rollout_engine, name, None)) for name in calls)
+        ):
+            raise ValueError(
+                f"rollout_engine must have generate and sync_weights, got {rollout_engine!r}; make an engine, as "
+                "VLLMEngine(model, tokenizer, ...)"
+            )
         check_run_folder(args.output_dir, args.resume_from_checkpoint)
         on_error, timeout = args.reward_on_error, args.reward_timeout
         self.rewards = RewardCaller(reward_funcs, reward_weights, on_error=on_error, timeout=timeout)
@@ -94,6 +103,7 @@ class GRPOTrainer:
         policy, self.adapters = load_policy(model, peft_config)
         self.tokenizer = load_tokenizer(processing_class, model)
         check_vocabulary(policy, self.tokenizer)
+        check_ends(args, stop_token_ids(policy, self.tokenizer))
         datasets = TaskData(train_dataset, eval_dataset, self.tokenizer, args, context_length(policy), self.rewards)
         self.source, self.eval_prompts = datasets.source, datasets.eval_prompts
         self.record = RunRecord(self.accelerator, args, self.rewards.names)
@@ -121,11 +131,14 @@ class GRPOTrainer:
         """
         if os.environ.get(DOCTOR_VARIABLE):
             raise SystemExit(run_doctor(self))
-        resume_run(self, resume_from_checkpoint or self.args.resume_from_checkpoint)
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
-        display = self.record.start(title, last_step=self.state.step if self.state.rollouts else -1)
         explained = out_of_memory_explained(self.args, lambda memory: forecast_in_words(self, memory))
-        with display, InterruptGuard() as guard, explained:
+        with (
+            resumed_run(self, resume_from_checkpoint or self.args.resume_from_checkpoint),
+            self.record.start(title, last_step=self.state.step if self.state.rollouts else -1),
+            InterruptGuard() as guard,
+            explained,
+        ):
             self.callbacks("train_begin", self.state)
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self._evaluate()
@@ -161,7 +174,7 @@ class GRPOTrainer:
 
     def step(self) -> dict[str, float]:
         """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
-        started = time.perf_counter()
+        started, world = time.perf_counter(), self.accelerator.num_processes
         metrics = Metrics()
         with saving_on_error(self):
             rollout = self.collector.collect(self.source, self.sampling)
@@ -182,8 +195,10 @@ class GRPOTrainer:
                 for window in self.minibatches(batch, advantages.numel()):
                     for number, rows in enumerate(window.micro_batches, start=1):
                         with self.synced(number == len(window.micro_batches)):
-                            loss = self.loss(select(batch, rows), window, metrics)
-                            self.accelerator.backward(loss * self.accelerator.num_processes)  # DDP takes the mean
+                            # no name: it would keep the graph during the next forward
+                            self.accelerator.backward(
+                                self.loss(select(batch, rows), window, metrics) * world  # DDP takes the mean
+                            )
                     self.optimizer_step(batch, window, metrics)
         self.collector.finish_next()
         self.collector.engine.sync_weights(self.policy)
@@ -248,6 +263,7 @@ class GRPOTrainer:
         if window.num_loss_tokens and (not makes or self.state.crossed(self.args.capsule_steps, before)):
             folder, rank = Path(self.args.output_dir) / "capsules", self.accelerator.process_index
             keep_update(folder, batch, window, self._prepared, step=self.state.step, rank=rank, grad_norm=float(norm))
+            keep_newest(folder, rf"update_(\d+)_{rank}\.safetensors", self.args.log_total_limit)
         if makes:
             self.optimizer.step()
             self.scheduler.step()
@@ -284,8 +300,9 @@ class GRPOTrainer:
         path, model = Path(output_dir or Path(self.args.output_dir) / "model"), self.adapters or self.policy
         state = whole_state(model, self.accelerator)
         if self.accelerator.is_main_process:
-            model.save_pretrained(path, safe_serialization=True, state_dict=state)
-            self.tokenizer.save_pretrained(path)
+            with writing(path):
+                model.save_pretrained(path, safe_serialization=True, state_dict=state)
+                self.tokenizer.save_pretrained(path)
         self.accelerator.wait_for_everyone()
 
     def save_checkpoint(self) -> Path:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
+import reprlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
 import torch
+from transformers import PreTrainedModel
 
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
@@ -30,13 +33,15 @@ class RolloutEngine(Protocol):
 
 
 def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int, vocab_size: int) -> list[Prompt]:
-    """The prompts, those given as plain token ids wrapped.
+    """The prompts, those given as plain token ids (a sequence, an array or a tensor of integers) wrapped.
 
     Raises:
-        ValueError: an empty prompt, one of ``context_length`` tokens or more (no room for a completion), or an id
-            outside of the vocabulary.
+        ValueError: something else than token ids, an empty prompt, one of ``context_length`` tokens or more (no room
+            for a completion), or an id outside of the vocabulary.
     """
-    prompts = [p if isinstance(p, Prompt) else Prompt(tuple(int(token) for token in p)) for p in prompts]
+    if isinstance(prompts, str | Prompt) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts must be a list of prompts, got {reprlib.repr(prompts)}; put it into a list")
+    prompts = [_as_prompt(number, given) for number, given in enumerate(prompts)]
     for number, prompt in enumerate(prompts):
         length = len(prompt.input_ids)
         if not 1 <= length < context_length:
@@ -50,6 +55,34 @@ def as_prompts(prompts: Sequence[Prompt | Sequence[int]], context_length: int, v
                 f"{max(prompt.input_ids)}; use the model's tokenizer"
             )
     return prompts
+
+
+def _as_prompt(number: int, given: Prompt | Sequence[int]) -> Prompt:
+    ids = given.input_ids if isinstance(given, Prompt) else given
+    ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    listed = isinstance(ids, Sequence) and not isinstance(ids, str | bytes)
+    kinds = set(map(type, ids)) if listed else {type(ids)}
+    if not (listed and all(issubclass(kind, numbers.Integral) and kind is not bool for kind in kinds)):
+        raise ValueError(
+            f"prompt {number} must be a Prompt or a sequence of token ids, got {reprlib.repr(given)}; text goes "
+            "through the tokenizer first"
+        )
+    return given if isinstance(given, Prompt) else Prompt(tuple(int(token) for token in ids))
+
+
+def check_sampling(sampling: SamplingParams) -> None:
+    """Raises ValueError for anything else than SamplingParams, whose values are checked already."""
+    if not isinstance(sampling, SamplingParams):
+        raise ValueError(f"sampling must be SamplingParams, got {sampling!r}; for example SamplingParams(64)")
+
+
+def check_causal_lm(model: object) -> None:
+    """Raises TypeError for what is no transformers model."""
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"model must be a transformers causal LM, got {type(model).__name__}; pass the model itself: of PEFT's "
+            "wrapper get_base_model(), of a compiled one what was compiled"
+        )
 
 
 def stop_token_ids(model, tokenizer=None) -> tuple[int, ...]:

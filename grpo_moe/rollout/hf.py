@@ -12,9 +12,18 @@ from transformers.generation import ContinuousBatchingConfig
 
 from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
 from grpo_moe.adapters.routing import RoutingRecord
-from grpo_moe.types import Completion, Prompt, SamplingParams
+from grpo_moe.types import Completion, Prompt, SamplingParams, check_int
 
-from .base import as_prompts, context_length, rollout_mode, sequence_keys, stop_token_ids, with_text
+from .base import (
+    as_prompts,
+    check_causal_lm,
+    check_sampling,
+    context_length,
+    rollout_mode,
+    sequence_keys,
+    stop_token_ids,
+    with_text,
+)
 from .routes import recording, routing_hooks, sequence_routes
 
 SCORED_ROWS = 32  # a scoring forward holds the hidden states of all its tokens
@@ -38,6 +47,8 @@ class HFEngine:
     in_process = True
 
     def __init__(self, model, tokenizer, *, max_rows: int = 256, continuous_batching: bool = False):
+        check_causal_lm(model)
+        check_int("max_rows", max_rows, least=1, fix="256 is the default")
         self.model, self.tokenizer, self.max_rows = add_token_logps(model), tokenizer, max_rows
         self.continuous_batching = continuous_batching
         self.stop_ids = stop_token_ids(model, tokenizer)
@@ -50,6 +61,7 @@ class HFEngine:
                 continuous batching.
             RuntimeError: continuous batching failed for a sequence.
         """
+        check_sampling(sampling)
         prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         if sampling.is_truncated:
             raise ValueError(

@@ -9,6 +9,7 @@ import json
 import os
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,9 +21,18 @@ import torch
 
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.adapters.routing import RoutingRecord
-from grpo_moe.types import Completion, Prompt, SamplingParams
+from grpo_moe.text import clean
+from grpo_moe.types import Completion, Prompt, SamplingParams, check_int, check_number, require
 
-from .base import as_prompts, context_length, sequence_keys, stop_token_ids, with_text
+from .base import (
+    as_prompts,
+    check_causal_lm,
+    check_sampling,
+    context_length,
+    sequence_keys,
+    stop_token_ids,
+    with_text,
+)
 from .probe import MAX_TOLERANCE, Probe, model_logps
 from .routes import routing_hooks
 from .vllm_transfer import FolderTransfer, NCCLTransfer, Server
@@ -36,7 +46,8 @@ POLL_SECONDS = 0.2
 class Transfer(Protocol):
     """Brings all weights of a model into the server; see :mod:`grpo_moe.rollout.vllm_transfer`."""
 
-    def send(self, server: Server, model: torch.nn.Module) -> None: ...
+    def send(self, server: Server, model: torch.nn.Module) -> None:
+        """Sends every weight, under the names of the published checkpoint, and returns when the server has them."""
 
 
 class VLLMEngine:
@@ -88,10 +99,13 @@ class VLLMEngine:
         max_requests: int = 256,
         timeout: float = 600.0,
     ):
+        check_causal_lm(model)
+        api_key = api_key or os.environ.get("VLLM_API_KEY")
+        _check_options(transfer, url, api_key, served_model, tolerance, max_requests, timeout)
         self.model, self.tokenizer, self.transfer = add_token_logps(model), tokenizer, transfer
         self.max_requests = max_requests
         self.stop_ids = stop_token_ids(model, tokenizer)
-        self.server = _Client(_check_url(url), timeout, api_key or os.environ.get("VLLM_API_KEY"))
+        self.server = _Client(url.rstrip("/"), timeout, api_key)
         self.served_model, self.server_context = self._served(served_model)
         self.vocab_size = model.config.get_text_config().vocab_size
         self.layers = model.config.get_text_config().num_hidden_layers
@@ -113,6 +127,7 @@ class VLLMEngine:
                 log-probabilities of another distribution, or that returns no routes when asked.
             RuntimeError: the server does not hold the weights that were sent last.
         """
+        check_sampling(sampling)
         prompts = as_prompts(prompts, context_length(self.model), self.model.config.get_text_config().vocab_size)
         self._check_context(prompts, sampling)
         if not self._transfers:
@@ -251,6 +266,13 @@ class VLLMEngine:
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored[1:], strict=True)]
 
 
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """urllib would take the API key along, to any host."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
 @dataclass(frozen=True)
 class _Client:
     """JSON over HTTP, straight to the server whatever proxies the environment names."""
@@ -271,7 +293,8 @@ class _Client:
             headers["Authorization"] = f"Bearer {self.api_key}"
         request = urllib.request.Request(self.url + path, data, headers, method=method)
         try:
-            with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=self.timeout) as x:
+            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
+            with opener.open(request, timeout=self.timeout) as x:
                 return json.load(x)
         except urllib.error.HTTPError as error:
             raise self._refusal(path, error) from None
@@ -299,7 +322,7 @@ class _Client:
                 f"the server at {self.url} must have {path}, got 404; start vLLM 0.32 or later with "
                 "VLLM_SERVER_DEV_MODE=1"
             )
-        text = error.read().decode(errors="replace")[:500]
+        text = clean(error.read(10_000).decode(errors="replace"), 500)
         if "Out of range float values" in text:  # its JSON has no NaN: an expert that never came is whatever was there
             return RuntimeError(
                 f"log-probabilities at {self.url} must be finite, got NaN or infinity; its weights are incomplete or "
@@ -310,10 +333,34 @@ class _Client:
         return RuntimeError(f"{path} must succeed at {self.url}, got {error.code} {text}; see the server's log")
 
 
-def _check_url(url: str) -> str:
-    if not url.startswith(("http://", "https://")):
-        raise ValueError(f"url must start with http:// or https://, got {url!r}; as http://127.0.0.1:8000")
-    return url.rstrip("/")
+def _check_options(transfer, url, api_key, served_model, tolerance, max_requests, timeout) -> None:
+    if not _is_address(url):
+        raise ValueError(
+            f"url must start with http:// or https:// and name a host, got {url!r}; as http://127.0.0.1:8000"
+        )
+    sends = transfer is None or (callable(getattr(transfer, "send", None)) and not isinstance(transfer, type))
+    rule = "a FolderTransfer, an NCCLTransfer or None"
+    require(sends, "transfer", rule, transfer, "make one, as FolderTransfer(folder)")
+    if api_key is not None and not (isinstance(api_key, str) and api_key.isascii() and api_key.isprintable()):
+        raise ValueError(  # without the key itself: messages end up in logs
+            f"api_key must be one line of ASCII text, got {type(api_key).__name__} of something else; check its source"
+        )
+    named = served_model is None or (isinstance(served_model, str) and served_model)
+    require(bool(named), "served_model", "the name of a model at the server, or None", served_model, "leave it out")
+    if tolerance is not None:
+        check_number("tolerance", tolerance, lambda x: x > 0, "positive, in nats", fix="None measures it")
+    check_int("max_requests", max_requests, least=1, fix="256 is the default")
+    check_number("timeout", timeout, lambda x: x > 0, "positive, in seconds", fix="600 is the default")
+
+
+def _is_address(url: object) -> bool:
+    if not isinstance(url, str) or not url.isprintable() or " " in url:
+        return False
+    try:
+        parts = urllib.parse.urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # port raises
+    except ValueError:
+        return False
 
 
 def _router_of(model, sampling: SamplingParams, ids: torch.Tensor) -> RoutingRecord:

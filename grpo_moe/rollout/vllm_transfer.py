@@ -10,15 +10,19 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
+from grpo_moe.types import check_int, require
+
 from .weights import buckets, published_weights
 
 
 class Server(Protocol):
     """What a transfer needs of the HTTP client."""
 
-    def get(self, path: str) -> dict[str, Any]: ...
+    def get(self, path: str) -> dict[str, Any]:
+        """The JSON answer to a GET of this path."""
 
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]: ...
+    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The JSON answer to a POST of this body."""
 
 
 class NCCLTransfer:
@@ -44,6 +48,7 @@ class NCCLTransfer:
                 "transfer must be a FolderTransfer without vLLM 0.32 or later in this environment, got NCCLTransfer; "
                 "pip install 'grpo-moe[vllm]'"
             ) from error
+        _check_buckets(bucket_bytes, dtype)
         self.nccl, self.address, self.bucket_bytes, self.dtype = nccl, address, bucket_bytes, dtype
         self._engine: Any = None
 
@@ -91,6 +96,9 @@ class FolderTransfer:
         bucket_bytes: int = 2**30,
         dtype: torch.dtype | None = None,
     ):
+        given = isinstance(folder, str | Path) and str(folder) and "\0" not in str(folder)
+        require(bool(given), "folder", "the path of a folder", folder, "the server must see it too")
+        _check_buckets(bucket_bytes, dtype)
         self.folder, self.bucket_bytes, self.dtype = Path(folder).absolute(), bucket_bytes, dtype
         self.server_folder = server_folder or str(self.folder)
 
@@ -144,6 +152,12 @@ class _Client:
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
         self.server.post("/finish_weight_update", {"weight_version": weight_version})
+
+
+def _check_buckets(bucket_bytes: int, dtype: torch.dtype | None) -> None:
+    check_int("bucket_bytes", bucket_bytes, least=1, fix="2**30 is the default")
+    fits = dtype is None or (isinstance(dtype, torch.dtype) and dtype.is_floating_point)
+    require(fits, "dtype", "a floating dtype of torch, or None", dtype, "as torch.bfloat16")
 
 
 def _free_port() -> int:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from moe_families import FAMILIES, tiny_moe
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM
 
@@ -13,6 +14,8 @@ import grpo_moe  # noqa: F401  registers the experts
 from grpo_moe.adapters.hf_experts import activation_of
 from grpo_moe.adapters.routing import RoutingReplay
 from grpo_moe.ops import moe
+from grpo_moe.rl.loading import load_policy
+from grpo_moe.rollout.weights import published_weights
 
 IDS = torch.arange(24).reshape(2, 12) % 61 + 3
 
@@ -133,6 +136,57 @@ def test_trained_experts_load_in_transformers_alone(family, tied, tmp_path):
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, experts_implementation="eager").eval()
     assert (plain.lm_head.weight is plain.get_input_embeddings().weight) == tied
     torch.testing.assert_close(plain(IDS).logits, model(IDS).logits, rtol=1e-5, atol=1e-5)
+
+
+GATE_UP_DOWN = ("gate_proj", "up_proj", "down_proj")
+HUB_EXPERTS = {
+    "qwen2_moe": ("mlp", GATE_UP_DOWN),
+    "qwen3_moe": ("mlp", GATE_UP_DOWN),
+    "qwen3_next": ("mlp", GATE_UP_DOWN),
+    "olmoe": ("mlp", GATE_UP_DOWN),
+    "deepseek_v3": ("mlp", GATE_UP_DOWN),
+    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
+    "gpt_oss": None,
+    "qwen3_5_moe": None,
+}
+"""The block of the experts in the families' files on the hub and the names of an expert's matrices; None: stacked."""
+
+
+def hub_state(model, block, names):
+    """The tensors of a model as its family's files on the hub hold them, written down by hand."""
+    gate, up, down = (f"{name}.weight" for name in names)
+    state = {}
+    for name, tensor in model.state_dict().items():
+        path, _, kind = name.replace(".mlp.", f".{block}.").rpartition(".")
+        if kind == "gate_up_proj":
+            for number, expert in enumerate(tensor):
+                state[f"{path}.{number}.{gate}"], state[f"{path}.{number}.{up}"] = expert.clone().chunk(2)
+        elif kind == "down_proj":
+            state |= {f"{path}.{number}.{down}": expert.clone() for number, expert in enumerate(tensor)}
+        else:
+            state[f"{path}.{kind}"] = tensor.clone()
+    return state
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("family", HUB_EXPERTS)
+def test_a_file_of_the_hub_comes_back_with_its_names_and_bits(family, tied, tmp_path):
+    """Loaded as a policy; then saved, and sent to an engine."""
+    count = next(n for n in ("num_experts", "n_routed_experts", "num_local_experts") if n in FAMILIES[family][1])
+    model = tiny_moe(family, changes={count: 12, "tie_word_embeddings": tied})
+    form = HUB_EXPERTS[family]
+    state = {n: x.clone() for n, x in model.state_dict().items()} if form is None else hub_state(model, *form)
+    if tied:
+        del state["lm_head.weight"]
+    save_file({name: x.contiguous() for name, x in state.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+    model.config.save_pretrained(tmp_path)
+    policy, _ = load_policy(str(tmp_path))
+    assert policy.config._experts_implementation == "grpo_moe"
+    assert all(torch.equal(x, model.state_dict()[name]) for name, x in policy.state_dict().items())
+    policy.save_pretrained(tmp_path / "saved")
+    for made in (dict(published_weights(policy)), load_file(tmp_path / "saved" / "model.safetensors")):
+        assert made.keys() == state.keys()
+        assert all(torch.equal(x, state[name]) for name, x in made.items())
 
 
 @pytest.mark.gpu

@@ -4,17 +4,26 @@ import pytest
 import torch
 from moe_families import FAMILIES, tiny_moe
 from tiny import tiny_model
-from transformers import AutoModelForCausalLM, Cohere2Config, Gemma2Config, GraniteMoeConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    Gemma2Config,
+    GraniteMoeConfig,
+    PhimoeConfig,
+    Qwen3MoeConfig,
+)
 
 from grpo_moe.adapters import hf_head
 from grpo_moe.adapters.hf_head import (
     add_token_logps,
     check_head,
     check_padding_free,
+    check_training_mode,
     completion_logps,
     completion_loss,
 )
 from grpo_moe.ops import LossConfig, grpo_loss, grpo_loss_from_logps
+from grpo_moe.rl.loading import disable_dropout
 
 SMALL = dict(
     vocab_size=64,
@@ -110,6 +119,29 @@ def test_a_head_that_does_something_else_is_refused():
     model = add_token_logps(Sharpened(tiny_model().config))
     with pytest.raises(ValueError, match="its head is not supported"):
         check_head(model)
+
+
+def test_a_model_that_draws_at_random_in_training_is_refused():
+    noisy = tiny_moe("mixtral", changes={"router_jitter_noise": 0.5})
+    torch.manual_seed(0)
+    phi = AutoModelForCausalLM.from_config(PhimoeConfig(**SMALL, num_local_experts=8)).float()  # samples its experts
+    with torch.no_grad():
+        for p in phi.parameters():
+            p.mul_(5 if p.dim() > 1 else 1)
+    ids = torch.arange(9)[None]
+    for model in (noisy, phi):
+        expected = model.eval()(ids).logits
+        add_token_logps(model).train()
+        model.lm_head.eval()
+        flags = [m.training for m in model.modules()]
+        with pytest.raises(ValueError, match=f"{type(model).__name__} must be the same in training mode as in evaluat"):
+            check_training_mode(model)
+        assert flags == [m.training for m in model.modules()]
+        disable_dropout(model)
+        assert torch.equal(model.eval()(ids).logits, expected)  # PhiMoE has a threshold under the name of a noise
+    check_training_mode(noisy)
+    with pytest.raises(ValueError, match="got differences of up to .*: it draws dropout, noise or experts at random"):
+        check_training_mode(phi)
 
 
 def test_a_copy_of_a_prepared_model_is_a_copy():
@@ -222,3 +254,54 @@ def test_a_loss_in_the_forward_equals_the_loss_on_its_log_probabilities():
         torch.testing.assert_close(loss, expected.loss)
         torch.testing.assert_close(entropy, expected.stats["entropy"])
         torch.testing.assert_close(gradient, model.lm_head.weight.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["gptoss_lite", "qwen3_moe"])
+def test_a_row_has_the_same_log_probabilities_alone_and_beside_longer_ones(name):
+    """And whatever ids stand in its padding: neither its values nor its gradients see them."""
+    model = add_token_logps(model_of(name))
+    inputs = with_completions(batch())
+    made = []
+    for filler in (0, 11):
+        model.zero_grad()
+        ids = inputs["input_ids"].masked_fill(~inputs["attention_mask"], filler)
+        completions = inputs["completion_ids"].masked_fill(~inputs["completion_mask"], filler)
+        logps = completion_logps(model, **{**inputs, "input_ids": ids, "completion_ids": completions}).logps
+        logps.sum().backward()
+        made.append((logps.detach(), model.get_input_embeddings().weight.grad.clone()))
+    torch.testing.assert_close(made[0], made[1], rtol=1e-5, atol=1e-6)
+    assert made[0][0].masked_select(~inputs["completion_mask"]).count_nonzero() == 0
+    for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+        columns = length - int(inputs["prompt_lengths"][row])
+        alone = {
+            n: x[[row]] if x.ndim == 1 else x[[row], : length if n in ("input_ids", "attention_mask") else columns]
+            for n, x in inputs.items()
+        }
+        torch.testing.assert_close(
+            completion_logps(model, **alone).logps[0], made[0][0][row, :columns], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_log_probabilities_stand_at_the_token_that_they_predict():
+    """A model whose logits at position p say "p": only the ids 0, 1, 2, ... after the first are likely."""
+    model = add_token_logps(tiny_model())
+    width = model.config.hidden_size
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        model.lm_head.weight[:, :] = 20 * torch.eye(model.config.vocab_size, width)
+
+    def by_position(input_ids, attention_mask, **_):
+        states = torch.eye(width)[torch.arange(input_ids.shape[1])].expand(len(input_ids), -1, -1)
+        return type("Output", (), {"last_hidden_state": states, "aux_loss": None})()
+
+    model.model.forward = by_position
+    ids = torch.arange(9).expand(3, -1) - 1  # the token at position p + 1 is p
+    ids = ids.clamp(min=0).clone()
+    lengths, prompts = torch.tensor([9, 6, 5]), torch.tensor([4, 2, 4])
+    inputs = with_completions(
+        {"input_ids": ids, "attention_mask": torch.arange(9) < lengths[:, None], "prompt_lengths": prompts}
+    )
+    logps = completion_logps(model, **inputs).logps
+    assert inputs["completion_mask"].sum(1).tolist() == [5, 4, 1] and logps.min() > -1e-5
+    shifted = {**inputs, "completion_ids": inputs["completion_ids"] + 1}
+    assert completion_logps(model, **shifted).logps[inputs["completion_mask"]].max() < -10

@@ -1,3 +1,4 @@
+import copy
 import functools
 from contextlib import contextmanager
 from threading import Thread
@@ -10,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
-from grpo_moe.adapters.routing import RoutingRecord, RoutingReplay, dead_experts, max_violation
+from grpo_moe.adapters.routing import RoutingRecord, RoutingReplay, _find_routers, dead_experts, max_violation
 
 IDS = torch.arange(24).reshape(2, 12) % 61 + 3
 
@@ -28,6 +29,9 @@ def family_model(family):
     for weight in router_weights(model).values():
         if not weight.any():  # Ernie 4.5 of transformers 5.17
             nn.init.normal_(weight, std=0.2)
+    for name, bias in model.named_buffers():
+        if "correction_bias" in name:  # it moves the choice, and not the weights
+            nn.init.normal_(bias, std=0.3)
     return model
 
 
@@ -194,6 +198,82 @@ def test_a_recompute_that_does_not_know_its_forward_raises(reentrant):
         with pytest.raises(ValueError, match="gradient_checkpointing_enable"):
             loss.backward()
     loss_of(model, 5).backward()  # closed hooks are gone
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gptoss_lite"])
+def test_a_record_made_in_inference_mode_replays_in_training(name, checkpointing):
+    model = MODELS[name]().train()
+    replay = RoutingReplay(model)
+    if checkpointing:
+        enable_checkpointing(model, replay.checkpointing_kwargs)
+    with torch.inference_mode(), replay.record() as records:
+        expected = model(IDS % 27 + 3, use_cache=False).logits
+    with replay.replay(records[0]):
+        logits = model(IDS % 27 + 3, use_cache=False).logits
+    torch.testing.assert_close(logits, expected)
+    logits.square().mean().backward()
+    assert all(p.grad.count_nonzero() for p in router_weights(model).values())
+
+
+def softmax_or_sigmoid(name, logits):
+    scores = logits.sigmoid() if name == "deepseek_v3" else logits.softmax(-1)
+    return scores / scores.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("name", ["alternating", "deepseek_v3", "mixtral", "gptoss_lite"])
+def test_probabilities_are_summed_by_layer_with_their_gradient(name):
+    """Dense layers before, between and after neither count nor stop the others; a replay changes none of it."""
+    model = MODELS[name]().train()
+    replay, mask = RoutingReplay(model), torch.arange(12) < torch.tensor([[5], [12]])
+    record, logits = record_of(model, replay, input_ids=IDS % 27 + 3), {}
+    for layer, (_, router) in _find_routers(model.base_model).items():
+        router.register_forward_hook(lambda _, args, out, layer=layer: logits.update({layer: out[0]}))
+    with replay.replay(record.rows(torch.tensor([1, 0]))), replay.sum_probabilities(mask) as sums:
+        model(IDS % 27 + 3, use_cache=False)
+    expected = [softmax_or_sigmoid(name, logits[n].view(2, 12, -1)[mask]).sum(0) for n in replay.layers]
+    assert len(expected) == {"alternating": 2, "deepseek_v3": 1, "mixtral": 2, "gptoss_lite": 4}[name]
+    torch.testing.assert_close(sums[0], torch.stack(expected))
+    weights = torch.randn_like(sums[0])
+    routers = list(router_weights(model).values())
+    for made, wanted in zip(
+        torch.autograd.grad((sums[0] * weights).sum(), routers, retain_graph=True),
+        torch.autograd.grad((torch.stack(expected) * weights).sum(), routers),
+        strict=True,
+    ):
+        assert wanted.count_nonzero()
+        torch.testing.assert_close(made, wanted)
+
+
+def test_hooks_stay_with_the_modules_they_were_put_on():
+    """A decoder that was thrown away is heard no more, and its successor not before it has hooks of its own."""
+    model = tiny_moe("qwen3_moe").eval()
+    replay = RoutingReplay(model)
+    record = record_of(model, replay)
+    twin = copy.deepcopy(model)
+    with replay.record() as records:
+        record_of(twin, RoutingReplay(twin))
+        with pytest.raises(ValueError, match=r"a forward of the model must run inside record\(\), got none"):
+            record_of(twin, replay)
+        record_of(model, replay)
+    assert len(records) == 1 and torch.equal(records[0].indices, record.indices)
+    model.model = type(model.model)(model.config)  # built, thrown away, built again
+    model.model = twin.model
+    with pytest.raises(ValueError, match=r"got no forward for layers \[0, 1\].* with a new RoutingReplay"):
+        with replay.replay(record):
+            model(IDS, use_cache=False)
+    fresh = RoutingReplay(model)
+    assert fresh.layers == (0, 1) and torch.equal(record_of(model, fresh).indices, record.indices)
+    model.model.layers[1] = copy.deepcopy(model.model.layers[0])
+    assert RoutingReplay(model).layers == (0, 1)
+
+
+def test_a_router_outside_of_the_layers_is_refused():
+    """As of a head that predicts several tokens: its layer has a number that the decoder's has too."""
+    model = tiny_moe("qwen3_moe")
+    model.model.mtp = nn.ModuleList([copy.deepcopy(model.model.layers[0])])
+    with pytest.raises(ValueError, match=r"mtp.0.mlp .*a layer number of its own, got .* layer 0; not supported"):
+        RoutingReplay(model)
 
 
 def test_layers_are_numbered_as_in_the_model():

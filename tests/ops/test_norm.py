@@ -7,7 +7,7 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssRMSNorm
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRMSNorm
 
 from grpo_moe.models.gptoss_lite.modeling import GptOssLiteRMSNorm
-from grpo_moe.ops.norm import fused_rms_norm
+from grpo_moe.ops.norm import ROUNDINGS, fused_rms_norm, rms_norm
 
 KINDS = {
     "qwen3": lambda size: Qwen3MoeRMSNorm(size),
@@ -72,3 +72,14 @@ def test_a_module_with_another_formula_is_left_alone():
 def test_gpu_modules_are_equalled(kind, dtype):
     for size in (128, 768, 2048, 2880):
         check(kind, size, dtype, "cuda", (7, 64))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_gpu_more_than_2_to_the_31_elements(rounding):
+    x, weight = torch.randn(300_000, 7168, device="cuda", dtype=torch.bfloat16), torch.rand(7168, device="cuda")
+    some = x[-50:].float()
+    expected = some * (some.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * (weight + (rounding == "one_plus"))
+    out = rms_norm(x, weight, 1e-6, rounding)
+    assert x.numel() > 2**31
+    torch.testing.assert_close(out[-50:].float(), expected, rtol=2**-6, atol=0)

@@ -66,3 +66,16 @@ def test_gpu_kernel_equals_pytorch_on_a_large_vocabulary():
         same = tokens == expected
         assert same.float().mean() > 0.9
         torch.testing.assert_close(logps[same], expected_logps[same].float(), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_gpu_more_than_2_to_the_31_logits(temperature):
+    logits = torch.randn(14_500, 151_936, device="cuda")
+    uniform = torch.rand(14_500, dtype=torch.float64, device="cuda")
+    assert logits.numel() > 2**31
+    tokens, logps = sampling_kernels.sample(logits, uniform, temperature)
+    expected, expected_logps = sampling.sample_tokens(logits[-64:].double(), uniform[-64:], temperature)
+    same = tokens[-64:] == expected
+    assert same.float().mean() > 0.9  # float32 sums may end at a neighbour
+    torch.testing.assert_close(logps[-64:][same], expected_logps[same].float(), rtol=1e-5, atol=2e-5)

@@ -118,6 +118,39 @@ def test_async_functions_work_inside_a_running_loop_and_keep_theirs():
     assert loops[0] is loops[1]
 
 
+class AsyncJudge:
+    async def __call__(self, prompts, completions, **columns):
+        await asyncio.sleep(0)
+        return [1.0, 2.0, 3.0]
+
+
+class Answer:
+    """An awaitable that is no coroutine, as clients of some services return."""
+
+    def __await__(self):
+        return scaled(PROMPTS, COMPLETIONS, 1).__await__()
+
+
+async def scaled(prompts, completions, by, **columns):
+    await asyncio.sleep(0)
+    return [by * len(completion) for completion in completions]
+
+
+@pytest.mark.parametrize("timeout", [None, 5])
+@pytest.mark.parametrize(
+    "function",
+    [
+        AsyncJudge(),
+        AsyncJudge().__call__,
+        functools.partial(scaled, by=1),
+        lambda prompts, completions, **columns: scaled(prompts, completions, 1),  # plain, returns the coroutine
+        lambda prompts, completions, **columns: Answer(),
+    ],
+)
+def test_async_functions_of_every_form_are_awaited(function, timeout):
+    assert RewardCaller(function, timeout=timeout)(PROMPTS, COMPLETIONS, {}).rewards == [1.0, 2.0, 3.0]
+
+
 def test_plain_functions_run_in_the_calling_thread():
     def times_out(prompts, completions, **columns):
         signal.signal(signal.SIGALRM, signal.getsignal(signal.SIGALRM))  # raises outside the main thread

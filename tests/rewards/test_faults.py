@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_moe.rewards import RewardCaller, caller
+from grpo_moe.rewards import RewardCaller, caller, running
 from grpo_moe.rewards.faults import FAULTS
 
 COMPLETIONS = ["a", "b", "c", "d", "e", "f"]  # two groups of three, or three of two
@@ -166,7 +166,7 @@ def test_each_kind_is_logged_once_a_function(caplog):
     assert len(caplog.records) == 3
     assert "'faulty' must return finite numbers or None, got nan for row 0" in caplog.messages[0]
     assert "from now on they are only counted, as raises/exception" in caplog.messages[1]
-    assert caplog.records[1].exc_info[0] is KeyError  # where it was raised
+    assert f"line {raises.__code__.co_firstlineno + 1}, in raises" in caplog.messages[1]  # where it was raised
     assert "got 'x' (str) for row 1" in caplog.messages[2]
 
 
@@ -242,6 +242,31 @@ def test_a_time_limit_leaves_what_is_in_time_alone():
     assert time.perf_counter() - start < 1.4
     assert output.rewards == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
     assert output.faults == {"late/timeout": 6, "late_async/timeout": 6}
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_function_without_a_limit_that_does_not_answer_is_named_while_it_runs(is_async, caplog, monkeypatch):
+    monkeypatch.setattr(running, "_SLOW_S", 0.05)
+
+    def waits_for_the_warning():
+        deadline = time.monotonic() + 5
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    def slow(prompts, completions, **columns):
+        waits_for_the_warning()
+        return [1.0] * len(completions)
+
+    async def slow_async(prompts, completions, **columns):
+        await asyncio.get_running_loop().run_in_executor(None, waits_for_the_warning)
+        return [1.0] * len(completions)
+
+    function = slow_async if is_async else slow
+    assert call([letters, function], on_error="raise").values[1] == [1.0] * 6
+    message = f"'{function.__name__}' has given nothing for 6 completions after 0.05 s; a time limit (reward_timeout) "
+    assert len(caplog.messages) == 1 and message in caplog.text
+    time.sleep(0.1)
+    assert len(caplog.messages) == 1  # none of the one that answered
 
 
 def test_a_late_async_function_is_cancelled():

@@ -41,7 +41,7 @@ async def judge(prompts, completions, **columns):
         ((judge, 10), {}, "scorer must be a plain reward function"),
         ((None, 10), {}, "scorer must be a plain reward function"),
         ((answer_reward, 0), {}, "max_completion_length must be at least 1 token, got 0"),
-        ((answer_reward, 10), {"wrong": (math.nan, 0)}, "right and wrong must be finite"),
+        ((answer_reward, 10), {"wrong": (math.nan, 0)}, "wrong must be two finite numbers"),
     ],
 )
 def test_cosine_length_reward_refuses_what_makes_no_reward(arguments, options, message):

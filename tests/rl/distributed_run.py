@@ -46,7 +46,12 @@ def scripted_reward(prompts, completions, **columns):
         print("scored", flush=True)
     if any(text.startswith(f"{FAULTY} ") for text in completions):
         raise OSError("no answer")
-    return [float(text.split()[1]) if text else 0.0 for text in completions]
+    return [_score(*map(int, text.split())) if text else 0.0 for text in completions]
+
+
+def _score(index, generation):
+    """Of another order in each group, so that the advantages of another row are seen."""
+    return float((7 * generation**2 + 3 * index * generation) % 11)
 
 
 if __name__ == "__main__":

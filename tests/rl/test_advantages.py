@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_moe.rl.advantages import SCALES, group_advantages, resolve_scale, reward_spread
+from grpo_moe.rl.advantages import SCALES, decoupled_advantages, group_advantages, resolve_scale, reward_spread
 
 NAN, INF = float("nan"), float("inf")
 
@@ -135,3 +135,42 @@ def test_resolve_scale_reads_the_spellings_of_trl():
     for scale in ("std", None, ["group"]):
         with pytest.raises(ValueError, match="scale_rewards must be one of group, batch, none, or a boolean, got"):
             resolve_scale(scale)
+
+
+@pytest.mark.parametrize("silent", [[0.3] * 4, [1e30] * 4, [NAN] * 4, [NAN, NAN, 5.0, NAN], [2.0, NAN, 2.0, 2.0]])
+def test_decoupled_advantages_are_left_alone_by_a_column_that_tells_nothing(silent):
+    told = torch.tensor([[1.0, 0.0, 0.0, 1.0], [2.0, 7.0, 3.0, 3.0]])
+    columns = torch.stack([told, torch.tensor([silent, silent])])
+    expected = decoupled_advantages(told[None], [2.0])
+    assert expected.abs().min() > 0.1 and expected.isfinite().all()
+    assert torch.equal(decoupled_advantages(columns, [2.0, 3.0]), expected)
+    assert torch.equal(decoupled_advantages(columns.flip(0), [3.0, 2.0]), expected)
+    assert (decoupled_advantages(columns[1:], [3.0]) == 0).all()
+
+
+def looped_advantages(rewards, scale, eps):
+    """One group after the other in plain Python."""
+    mean = lambda xs: sum(xs) / len(xs)  # noqa: E731
+    deviation = lambda xs: (sum((x - mean(xs)) ** 2 for x in xs) / (len(xs) - 1)) ** 0.5  # noqa: E731
+    everyone = deviation([x for group in rewards for x in group])
+    divisor = {"group": deviation, "batch": lambda _: everyone, "none": lambda _: 1 - eps}[scale]
+    return [[(x - mean(group)) / (divisor(group) + eps) for x in group] for group in rewards]
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("offset, step", [(0.0, 1.0), (1e4, 1.0), (-1e6, 1.0), (1.0, 1e-5), (1e4, 1e-3)])
+def test_group_advantages_equal_a_loop_over_the_groups(scale, offset, step):
+    """A large offset or a small spread: E[x^2] - E[x]^2 and a floor under the variance would both show."""
+    pattern = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 0], [0, 0, 0, 3], [2, 1, 0, 5]], dtype=torch.float64)
+    rewards = offset + step * pattern
+    actual = group_advantages(rewards, scale=scale, eps=1e-6)
+    expected = torch.tensor(looped_advantages(rewards.tolist(), scale, 1e-6), dtype=torch.float64)
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-6, atol=1e-7)
+    alone = torch.cat([group_advantages(row[None], scale="group", eps=1e-6) for row in rewards])
+    if scale == "group":
+        assert torch.equal(alone, actual)
+
+
+def test_no_member_of_a_group_has_a_deviation_without_itself():
+    """The deviation of the others is 0 for the odd one of [1, 1, 1, 0]; ours is of the whole group."""
+    assert_advantages([[1.0, 1, 1, 0]], [[0.49990001] * 3 + [-1.49970004]])

@@ -403,9 +403,9 @@ def test_two_processes_agree_on_damage_and_on_failure(tmp_path):
 
 
 def on_two_processes(folder):
-    run = Run(folder, run_id="shared")
+    run = Run(folder, run_id="5" * 32)
     rank, save_state = run.accelerator.process_index, run.accelerator.save_state
-    (folder / "run_id").write_text("shared")
+    (folder / "run_id").write_text(run.run_id)
     random.seed(rank), np.random.seed(rank), torch.manual_seed(rank)
     path = run.save(1, num_processes=2)
     expected = draws()
@@ -427,6 +427,8 @@ def on_two_processes(folder):
     with pytest.raises(ValueError, match="random_states_1.pkl with another checksum; there is no whole one before"):
         run.load(path)
     (folder / f"{rank}.done").write_text("ok")
+    run.accelerator.wait_for_everyone()
+    run.accelerator.state.destroy_process_group()  # gloo may abort a process that leaves it to the end of Python
 
 
 if __name__ == "__main__":

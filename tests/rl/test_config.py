@@ -4,9 +4,11 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
+from transformers import get_scheduler
 
 from grpo_moe.rl import GRPOConfig, parse_args
-from grpo_moe.rl.config import TRL_OPTIONS
+from grpo_moe.rl.config import SCHEDULES, TRL_OPTIONS
 
 
 @pytest.mark.parametrize(
@@ -225,3 +227,15 @@ def test_unknown_options_are_named_with_what_to_do(option, fix):
 
 def test_every_hint_is_for_an_option_that_we_lack():
     assert not set(TRL_OPTIONS) & {f.name for f in dataclasses.fields(GRPOConfig)}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_of_the_learning_rate_runs(name):
+    assert GRPOConfig(lr_scheduler_type=name).lr_scheduler_type == name
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule, rates = get_scheduler(name, optimizer, 0 if name == "constant" else 2, 6), []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        schedule.step()
+    assert all(0 <= rate <= 1 for rate in rates) and max(rates) == 1

@@ -31,7 +31,7 @@ def environment_of(name):
 KINDS = {"ddp": environment_of("ddp.yaml"), "fsdp2": environment_of("fsdp2.yaml")}
 COMPARED = {
     "reward", "loss", "grad_norm", "entropy", "completions/mean_length", "eval_reward", "routing/max_violation",
-    "reward_faults/scripted_reward/exception",
+    "reward_faults/scripted_reward/exception", "sampling/groups_generated", "sampling/groups_kept",
 }  # fmt: skip
 SECONDS = 240
 

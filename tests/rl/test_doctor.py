@@ -379,3 +379,21 @@ def test_memory_is_measured_on_a_gpu(tmp_path, monkeypatch):
     assert found(run)["memory"].ok is True
     monkeypatch.setattr(gradients, "MAX_MEMORY_SHARE", 0.0)
     assert failed(run) == {"memory"}
+
+
+@pytest.mark.parametrize("second", [None, float("nan")])
+def test_tokens_that_the_engine_did_not_score_are_no_fault_and_none_scored_is_one(tmp_path, second):
+    run = trainer(tmp_path)
+    generate = run.collector.engine.generate
+
+    def unscored(keep):
+        def generated(prompts, sampling):
+            cut = lambda c: (*c.sampling_logps[:keep], *[second] * len(c.token_ids))[: len(c.token_ids)]  # noqa: E731
+            return [[replace(c, sampling_logps=cut(c)) for c in group] for group in generate(prompts, sampling)]
+
+        return generated
+
+    run.collector.engine.generate = unscored(1)
+    assert failed(run) == set()
+    run.collector.engine.generate = unscored(0)
+    assert failed(run) == {"rollout log-probs"}

@@ -6,6 +6,7 @@ Run as a script, it trains in forked children that kill themselves with SIGKILL,
 import json
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
@@ -64,6 +65,20 @@ def die_at_save(run, number, moment, die):
         return save()
 
     run.save_checkpoint = save_or_die
+
+
+def die_at_byte(run, number, size):
+    """The kernel ends the process when a file of this checkpoint, from 1, grows beyond so many bytes."""
+    save, count = run.save_checkpoint, iter(range(1, UPDATES + 1))
+
+    def save_with_limit():
+        if next(count) == number:
+            signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which Python ignores
+            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        return save()
+
+    run.save_checkpoint = save_with_limit
 
 
 def while_tensors_are_written(run, die):
@@ -177,8 +192,11 @@ def test_a_run_stopped_at_any_update_ends_as_the_whole_one(tmp_path, whole, upda
 
 @pytest.mark.parametrize("update", [3, 7, 12])
 def test_several_windows_a_rollout_and_rare_checkpoints(tmp_path, whole, update):
-    """Update 3 dies without a checkpoint, 7 and 12 in the middle of a rollout with the reference's KL term."""
-    options = {**FOUR_UPDATES, "beta": 0.05, "save_steps": 4}
+    """Update 3 dies without a checkpoint, 7 and 12 in the middle of a rollout with the reference's KL term.
+
+    The learning rate is another one at every update.
+    """
+    options = {**FOUR_UPDATES, "beta": 0.05, "save_steps": 4, "lr_scheduler_type": "linear"}
     run = trainer(tmp_path, **options)
     die_at_update(run, update, abort)
     with pytest.raises(Killed):
@@ -273,7 +291,9 @@ def train_and_be_killed(folder, point):
     run = trainer(folder)
     if "update" in point:
         die_at_update(run, point["update"], die)
-    if "save" in point:
+    if "bytes" in point:
+        die_at_byte(run, point["save"], point["bytes"])
+    elif "save" in point:
         die_at_save(run, point["save"], point["moment"], die)
     (folder / "ready").touch()
     run.train()
@@ -295,7 +315,7 @@ def main(folder, points):
             os.kill(child, signal.SIGKILL)
         _, status = os.waitpid(child, 0)
         # one that had ended by itself is still there to be waited for, and killing it does nothing
-        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGKILL, signal.SIGXFSZ)
         assert killed or "after_s" in point, f"{point} was not reached: {status}"
 
 

@@ -12,7 +12,7 @@ from transformers import GptOssConfig
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.rl import GRPOConfig
-from grpo_moe.rl.loading import TaskData, load_policy, without_adapters
+from grpo_moe.rl.loading import TaskData, disable_dropout, load_policy, without_adapters
 
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
 
@@ -128,3 +128,14 @@ def test_chat_template_kwargs_reach_the_prompts_of_training_and_evaluation():
     with pytest.raises(ValueError, match="chat_template_kwargs must be left out with prompts of text"):
         TaskData(texts, None, reading, args, 512, rewards)
     TaskData(chats, texts, reading, args, 512, rewards)
+
+
+def test_no_kind_of_dropout_stays_on():
+    nn = torch.nn
+    kinds = [nn.Dropout(0.5), nn.Dropout2d(0.5), nn.AlphaDropout(0.5), nn.FeatureAlphaDropout(0.5)]
+    model = nn.ModuleList(kinds)
+    model.attention_dropout = model.layerdrop = model.drop_path_rate = model.jitter_noise = 0.5  # as modules name them
+    disable_dropout(model)
+    x = torch.randn(4, 3, 5)
+    assert all(torch.equal(kind(x), x) for kind in kinds)
+    assert model.attention_dropout == model.layerdrop == model.drop_path_rate == model.jitter_noise == 0

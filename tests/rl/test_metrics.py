@@ -239,3 +239,12 @@ def test_phase_timer_accumulates_by_step_and_in_total(monkeypatch):
         pass
     assert timer.step_seconds() == {"update": 4.0}
     assert timer.totals == {"rollout": 3.0, "update": 4.0}
+
+
+def test_a_mean_over_nothing_is_absent():
+    """As a step whose rows are all masked: no 0/0, in no line of the log."""
+    metrics = Metrics()
+    metrics.add_stats({"num_tokens": torch.tensor(0), "entropy": torch.tensor(0.0), "ratio_max": torch.tensor(0.0)})
+    metrics.add("reward", math.nan, weight=0)
+    metrics.add_sum("loss", 0.0)
+    assert metrics.reduce() == {"num_tokens": 0.0, "loss": 0.0}

@@ -1,7 +1,9 @@
 """Rollouts one step ahead of the update: what is generated, by which policy, and where a run goes on."""
 
 import copy
+import shutil
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +12,12 @@ from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 from grpo_moe import GRPOConfig, GRPOTrainer
 from grpo_moe.rl.metrics import read_metrics
 from grpo_moe.rollout.native import NativeEngine
+
+
+@pytest.fixture(autouse=True)
+def no_curves(monkeypatch):
+    """They are most of the time of a run as short as these."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).touch())
 
 
 class OwnWeights:
@@ -77,11 +85,24 @@ def test_without_lag_every_rollout_has_the_newest_weights(tmp_path):
 
 
 def test_a_run_goes_on_without_losing_or_repeating_the_prompts_that_were_ahead(tmp_path):
-    made, _ = run(tmp_path, lag=1, save_steps=1, max_steps=3, save_total_limit=9)
+    """From every update: a checkpoint is written while the rollout of the next update is being made."""
+    made, engine = run(tmp_path / "whole", lag=1, save_steps=1, save_total_limit=9, shuffle_dataset=True)
     made.train()
-    resumed, engine = run(tmp_path, lag=1, resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    resumed.train()
-    assert [call[0] for call in engine.calls] == [[4, 5], [6, 7], [8, 9]]
+    whole = [call[0] for call in engine.calls]
+    texts = [made.source._prompt(made.source._row(index), index).raw for rollout in whole for index in rollout]
+    assert len(whole) == 5 and len(set(texts)) > 5
+    for done in range(1, 5):
+        folder = tmp_path / str(done)
+        shutil.copytree(tmp_path / "whole", folder)
+        resumed, engine = run(
+            folder, lag=1, shuffle_dataset=True, resume_from_checkpoint=str(folder / f"checkpoint-{done}")
+        )  # fmt: skip
+        seen, take = [], resumed.source.take
+        resumed.source.take = lambda n, take=take, seen=seen: seen.append(take(n)) or seen[-1]
+        resumed.train()
+        assert [call[0] for call in engine.calls] == whole[done:]
+        assert [prompt.raw for prompts in seen for prompt in prompts] == texts[2 * done :]
+        assert [line["step"] for line in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 
 
 def test_a_fault_of_the_engine_ends_the_run_where_it_can_go_on(tmp_path):

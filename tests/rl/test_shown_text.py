@@ -6,9 +6,8 @@ import unicodedata
 
 import pytest
 
-from grpo_moe.rl.display import clean
 from grpo_moe.rl.html_report import visible
-from grpo_moe.rl.text import encodable, steers_or_hides
+from grpo_moe.text import clean, encodable, steers_or_hides
 
 HIDDEN = [
     0x00, 0x1B, 0x7F, 0x85, 0xAD, 0x034F, 0x0600, 0x061C, 0x115F, 0x1160, 0x17B4, 0x180B, 0x180E, 0x200B, 0x202E,

@@ -1,9 +1,14 @@
 """The trainer: exact updates, resume to the bit, dynamic sampling, evaluation, and clear refusals."""
 
+import asyncio
+import gc
 import json
 import math
+import threading
+import weakref
 from dataclasses import replace
 
+import datasets
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -12,8 +17,11 @@ from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenize
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
 
 from grpo_moe import GRPOConfig, GRPOTrainer
-from grpo_moe.rl.metrics import read_metrics
+from grpo_moe.ops import grpo_loss
+from grpo_moe.rl.metrics import read_metrics, strict_json
+from grpo_moe.rl.routing import load_balancing_loss
 from grpo_moe.rl.run_folder import list_checkpoints
+from grpo_moe.types import Completion
 
 
 def config(path, **changes):
@@ -122,6 +130,47 @@ def test_old_log_probabilities_are_those_of_the_policy_that_generated(tmp_path):
     torch.testing.assert_close(batch.ref_logps, batch.old_logps)
     run.step()
     assert (batches[1].ref_logps - batches[1].old_logps).abs().max() > 1e-4  # the reference stayed
+
+
+def stats_of_losses(monkeypatch):
+    """The statistics of every call of the loss from here on, in order."""
+    seen = []
+
+    def watched(*args, **options):
+        result = grpo_loss(*args, **options)
+        seen.append({name: float(value) for name, value in result.stats.items()})
+        return result
+
+    monkeypatch.setattr("grpo_moe.rl.trainer.grpo_loss", watched)
+    return seen
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"padding_free": True}, {"gradient_checkpointing": True}, {"routing_replay": "R3"}], ids=str
+)
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_at_any_temperature_the_ratio_is_one_and_the_kl_zero_before_the_first_update(
+    tmp_path, monkeypatch, options, dropout
+):
+    """One temperature for rollout, old, reference and current log-probabilities, and no dropout in any of them."""
+    seen = stats_of_losses(monkeypatch)
+    shared = {"temperature": 0.7, "beta": 0.1, "gradient_accumulation_steps": 2, **options}
+    for num_iterations in (1, 2):
+        seen.clear()
+        changes = {**shared, "num_iterations": num_iterations}
+        if dropout:
+            run = lora_trainer(tmp_path, qwen3_moe(attention_dropout=dropout), dropout=dropout, **changes)
+        else:
+            run = trainer(tmp_path, **changes)
+        metrics = run.step()
+        assert len(seen) == 2 * num_iterations
+        for stats in seen[:2]:  # both micro-batches of the first window
+            exact = 0 if num_iterations == 1 else 1e-5  # by definition, or to the rounding of another padding
+            assert abs(stats["ratio_max"] - 1) <= exact and abs(stats["approx_kl"]) <= exact**2
+            assert stats["sampling_logp_difference_max"] < 1e-5
+            assert dropout or abs(stats["kl"]) < 1e-9  # the adapters are drawn at random, the reference is without
+        assert num_iterations == 1 or seen[-1]["ratio_max"] > 1.0001
+        assert metrics["entropy"] > 0
 
 
 def test_resume_gives_the_uninterrupted_run_to_the_bit(tmp_path):
@@ -357,6 +406,52 @@ def test_a_non_finite_gradient_is_skipped_and_several_stop_the_run(tmp_path):
     assert torch.equal(before, run.policy.lm_head.weight) and run.state.skipped_updates == 3
 
 
+def test_an_update_without_any_gradient_is_made_and_does_nothing(tmp_path):
+    """As where all that trains are experts without tokens: their gradients are None."""
+    run = trainer(tmp_path, steps_per_generation=1, gradient_accumulation_steps=1)
+    before = {name: p.clone() for name, p in run.policy.named_parameters()}
+    run.accelerator.backward = lambda loss: None
+    metrics = run.step()
+    assert metrics["grad_norm"] == 0 and run.state.step == 1 and run.state.skipped_updates == 0
+    assert all(torch.equal(before[name], p) for name, p in run.policy.named_parameters())
+
+
+def test_nothing_of_a_micro_batch_outlives_it(tmp_path, monkeypatch):
+    run = trainer(
+        tmp_path, per_device_train_batch_size=2, gradient_accumulation_steps=4, steps_per_generation=4, beta=0.1,
+        num_iterations=2, router_aux_loss_coef=0.1,
+    )  # fmt: skip
+    alive = []
+
+    def watched(hidden_states, *args, **options):
+        assert not any(reference() is not None for reference in alive)
+        alive.append(weakref.ref(hidden_states))
+        result = grpo_loss(hidden_states, *args, **options)
+        alive.append(weakref.ref(result.loss.grad_fn))
+        return result
+
+    monkeypatch.setattr("grpo_moe.rl.trainer.grpo_loss", watched)
+    gc.disable()  # by reference counts alone
+    try:
+        run.step()
+    finally:
+        gc.enable()
+    assert len(alive) == 2 * 8 and not any(reference() is not None for reference in alive)
+
+
+def test_steps_leave_no_tensors_behind(tmp_path):
+    """A leak grows by a step's tensors; the moments of the optimiser are there from the first step on."""
+    run = trainer(tmp_path, num_iterations=2, beta=0.1, log_completions=True, routing_replay="R2")
+    counts = []
+    for number in range(5):
+        run.step()
+        if number in (1, 4):
+            gc.collect()
+            sizes = [x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+            counts.append((len(sizes), sum(sizes)))
+    assert counts[0] == counts[1]
+
+
 def test_reward_functions_that_always_fail_stop_a_run_that_skips_their_groups(tmp_path):
     calls = []
 
@@ -370,6 +465,40 @@ def test_reward_functions_that_always_fail_stop_a_run_that_skips_their_groups(tm
     with pytest.raises(RuntimeError, match="got faults in all 2 groups of each of 3 rollouts.*'broken/exception': 8"):
         run.train()
     assert run.state.rollouts == 3
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_reward_function_that_never_answers_ends_the_run_or_costs_its_groups(tmp_path, is_async):
+    released = threading.Event()
+
+    def hangs(prompts, completions, **_):
+        return [0.0] * len(prompts) if len(prompts) <= 2 else released.wait()  # not in the check before training
+
+    async def hangs_async(prompts, completions, **_):
+        return [0.0] * len(prompts) if len(prompts) <= 2 else await asyncio.Event().wait()
+
+    reward = hangs_async if is_async else hangs
+    with pytest.raises(TimeoutError, match=f"'{reward.__name__}' must return within 0.1 s, got nothing for 8 complet"):
+        trainer(tmp_path, reward=reward, reward_timeout=0.1).train()
+    skips = trainer(tmp_path, reward=[reward, share_of_letter], reward_timeout=0.1, reward_on_error="skip")
+    with pytest.raises(RuntimeError, match=f"in all 2 groups of each of 3 rollouts.*'{reward.__name__}/timeout': 8"):
+        skips.train()
+    released.set()
+
+
+def test_logged_rewards_follow_their_weights(tmp_path):
+    functions = [share_of_letter, lambda prompts, **_: [float(i) for i in range(len(prompts))]]
+    run = build(
+        tmp_path, reward_funcs=functions, reward_weights=[2, 0], args=config(tmp_path, log_completions=True),
+        eval_dataset=prompt_rows(3),
+    )  # fmt: skip
+    metrics, evaluated = run.step(), run.evaluate()
+    assert metrics["reward"] == pytest.approx(2 * metrics["rewards/share_of_letter"]) and metrics["reward"] > 0
+    assert metrics["rewards/lambda"] == 3.5 and evaluated["eval_rewards/lambda"] == 1.0
+    assert evaluated["eval_reward"] == pytest.approx(2 * evaluated["eval_rewards/share_of_letter"])
+    (path,) = (tmp_path / "completions").glob("*.parquet")
+    for row in datasets.load_dataset("parquet", data_files=str(path), cache_dir=str(tmp_path / "c"), split="train"):
+        assert row["reward"] == pytest.approx(2 * row["rewards/share_of_letter"])
 
 
 @pytest.mark.parametrize(
@@ -521,16 +650,51 @@ def test_aux_loss_equals_that_of_transformers(tmp_path):
     assert value == pytest.approx(float(expected), rel=1e-5)
 
 
-def lora(**changes):
+def test_gradients_of_the_aux_loss_equal_those_of_the_plain_forward(tmp_path):
+    """On the fused path, where transformers would make no router logits; of the one MoE layer between dense ones."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    made, seen = {}, {}
+    for coefficient in (0.0, 1.0):
+        torch.manual_seed(0)
+        model = qwen3_moe(num_hidden_layers=3, mlp_only_layers=[0, 2], experts_implementation="grpo_moe").double()
+        run = trainer(
+            tmp_path / str(coefficient), model, router_aux_loss_coef=coefficient, learning_rate=0.0, max_grad_norm=0.0,
+            per_device_train_batch_size=8, steps_per_generation=1,
+        )  # fmt: skip
+        scored, step = run.add_reference_logps, run.optimizer_step
+
+        def keep(batch, window, metrics, run=run, step=step, coefficient=coefficient):
+            made[coefficient] = {n: p.grad.clone() for n, p in run.policy.named_parameters() if p.grad is not None}
+            return step(batch, window, metrics)
+
+        run.optimizer_step = keep
+        run.add_reference_logps = lambda batch, scored=scored: seen.update(batch=scored(batch)) or seen["batch"]
+        run.step()
+    batch, model = seen["batch"], run.policy  # both runs draw the same
+    logits = model(batch.input_ids, attention_mask=batch.attention_mask, output_router_logits=True).router_logits
+    assert len(logits) == 1
+    loss = load_balancing_loss_func(logits, 4, 2, batch.attention_mask.long())
+    parameters = dict(model.named_parameters())
+    expected = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    assert parameters.keys() == made[1.0].keys() == made[0.0].keys()
+    for name, gradient in zip(parameters, expected, strict=True):
+        ours = made[1.0][name] - made[0.0][name]
+        assert "mlp.gate." not in name or gradient.count_nonzero()
+        gradient = torch.zeros_like(ours) if gradient is None else gradient
+        torch.testing.assert_close(ours, gradient, rtol=1e-5, atol=1e-8, msg=name)  # the router's softmax is in float32
+
+
+def lora(dropout=0.0, **changes):
     peft = pytest.importorskip("peft")
-    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    return peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, lora_dropout=0.0, **changes)
+    targets = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if not dropout else None  # PEFT has none for these
+    return peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=targets, lora_dropout=dropout, **changes)
 
 
-def lora_trainer(path, model, **changes):
+def lora_trainer(path, model, dropout=0.0, **changes):
     return GRPOTrainer(
         model, share_of_letter, config(path, max_steps=4, **changes), prompt_rows(10), processing_class=tokenizer(),
-        peft_config=lora(),
+        peft_config=lora(dropout, init_lora_weights=not dropout),
     )  # fmt: skip
 
 
@@ -614,3 +778,128 @@ def test_a_run_with_other_adapters_is_not_resumed(tmp_path):
 
 def test_the_tiny_config_is_valid():
     assert tiny_config().num_experts == 4
+
+
+@pytest.mark.parametrize(("accumulation", "per_generation"), [(1, 1), (2, 2), (2, 4)])
+@pytest.mark.parametrize("loss_type", ["dapo", "grpo", "cispo", "vespo"])
+def test_every_window_sums_to_the_mean_over_its_own_tokens(tmp_path, loss_type, accumulation, per_generation):
+    """With all ratios and advantages 1 that is -1, or for a loss on log-probabilities minus their mean."""
+    run = trainer(
+        tmp_path, loss_type=loss_type, epsilon_high=5.0 if loss_type == "cispo" else None, learning_rate=0.0,
+        gradient_accumulation_steps=accumulation, steps_per_generation=per_generation,
+    )  # fmt: skip
+    run.collector.advantages = lambda groups: torch.ones(len(groups), 4)
+    sums, loss = {}, run.loss
+
+    def watched(batch, window, metrics):
+        made = loss(batch, window, metrics)
+        part = sums.setdefault(id(window), [0.0, 0.0, 0, window.num_loss_tokens])
+        for place, value in enumerate((made, batch.sampling_logps[batch.completion_mask].sum(), 1)):
+            part[place] += value
+        return made
+
+    run.loss = watched
+    run.step()
+    assert len(sums) == per_generation // accumulation
+    for total, logps, count, tokens in sums.values():
+        assert count == accumulation
+        expected = logps / tokens if loss_type in ("cispo", "vespo") else torch.tensor(1.0)
+        torch.testing.assert_close(total, -expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_rollout_of_part_of_a_window_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="steps_per_generation must be a multiple of gradient_accumulation_steps = 4"):
+        trainer(tmp_path, gradient_accumulation_steps=4, steps_per_generation=2)
+
+
+class ScriptedEngine:
+    """Completions of the given lengths in each group, without EOS, the log-probability of their second token given."""
+
+    def __init__(self, lengths, second=-1.0):
+        self.lengths, self.second = lengths, second
+
+    def generate(self, prompts, sampling):
+        return [[self._completion(n) for n in self.lengths[: sampling.num_generations]] for _ in prompts]
+
+    def _completion(self, length):
+        logps = [-1.0, self.second, *[-1.0] * length][:length]
+        return Completion(tuple(range(3, 3 + length)), tuple(logps), "length", text="a" * length)
+
+    def sync_weights(self, model):
+        pass
+
+
+def scripted(path, lengths, second=-1.0, **changes):
+    return GRPOTrainer(
+        tiny_model(), lambda completions, **_: [float(len(c)) for c in completions],
+        config(path, mask_truncated_completions=second == -1.0, **changes), prompt_rows(4),
+        eval_dataset=prompt_rows(2), processing_class=tokenizer(), rollout_engine=ScriptedEngine(lengths, second),
+    )  # fmt: skip
+
+
+EVERYTHING = {
+    "beta": 0.1, "num_iterations": 2, "sampler_correction": "token_mask", "off_policy_mask_threshold": 0.1,
+    "top_entropy_quantile": 0.5, "router_aux_loss_coef": 0.1, "routing_replay": "R2",
+}  # fmt: skip
+PACKED = {"padding_free": True, "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2}
+
+
+@pytest.mark.parametrize("options", [{}, EVERYTHING, PACKED], ids=["plain", "everything", "packed"])
+@pytest.mark.parametrize(
+    "lengths", [(8, 8, 7, 8), (0, 5, 8, 8), (0, 0, 0, 0)], ids=["all truncated", "one", "all empty"]
+)
+def test_a_rollout_without_a_token_to_learn_from_changes_nothing_and_logs_no_nan(tmp_path, lengths, options):
+    run = scripted(tmp_path, lengths, **options)
+    before = {name: p.clone() for name, p in run.policy.named_parameters()}
+    metrics = run.step()
+    assert metrics["num_tokens"] == 0 and metrics["loss"] == metrics["grad_norm"] == 0
+    assert run.state.skipped_updates == run.state.step > 0
+    assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters())
+    for line in (metrics, run.evaluate()):
+        assert line and all(math.isfinite(value) for value in line.values()), line
+        assert json.loads(strict_json(line)) == line
+
+
+@pytest.mark.parametrize("lengths", [(0, 5, 8, 3), (0, 0, 0, 1)])
+@pytest.mark.parametrize("second", [None, math.nan, -math.inf])
+@pytest.mark.parametrize("correction", ["token_truncate", "sequence_mask"])
+def test_empty_completions_and_tokens_that_the_engine_did_not_score_are_learned_from(
+    tmp_path, correction, second, lengths
+):
+    run = scripted(
+        tmp_path, lengths, second, sampler_correction=correction, sampler_clip_max=1e9, off_policy_mask_threshold=9.0,
+        num_iterations=2,
+    )  # fmt: skip
+    metrics = run.step()
+    assert metrics["num_tokens"] == 2 * 2 * sum(lengths) and metrics["grad_norm"] > 0
+    assert metrics["num_unscored_tokens"] == 2 * 2 * sum(n > 1 for n in lengths)
+    assert metrics["num_dropped_tokens"] == metrics["num_sampler_masked_tokens"] == 0
+    assert all(math.isfinite(value) for value in metrics.values())
+
+
+@pytest.mark.parametrize("replay", ["R3", "none"])
+def test_expert_load_counts_what_was_routed(tmp_path, replay):
+    """A rollout never forwards its last token, which has no route in R3; the training forward routes all tokens."""
+    run = trainer(tmp_path, routing_replay=replay, steps_per_generation=1, log_completions=False)
+    batches, loads, add, finish = [], [], run.add_reference_logps, run.routing.finish
+    run.add_reference_logps = lambda batch: batches.append(add(batch)) or batches[-1]
+    run.routing.finish = lambda metrics: loads.append(finish(metrics)) or loads[-1]
+    run.step()
+    (batch,), (load,) = batches, loads
+    tokens = int(batch.attention_mask.sum()) - (len(batch.input_ids) if replay == "R3" else 0)
+    assert len(load) == 4 and {sum(of_layer) for of_layer in load.values()} == {2 * tokens}
+
+
+def test_the_gradient_of_the_load_balancing_loss_does_not_grow_with_the_tokens():
+    hidden, router = torch.randn(6, 5), torch.randn(4, 5)
+    gradients = []
+    for states in (hidden, hidden.repeat(7, 1)):
+        weight = router.clone().requires_grad_()
+        probabilities = (states @ weight.T).softmax(-1)
+        load = torch.zeros(4).scatter_add_(0, probabilities.topk(2).indices.flatten(), torch.ones(2 * len(states)))
+        value = load_balancing_loss(probabilities.sum(0)[None], load[None], len(states))
+        gradients.append((value.detach(), *torch.autograd.grad(value, weight)))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert gradients[0][1].abs().max() > 1e-3
+    nothing = load_balancing_loss(torch.zeros(1, 4, requires_grad=True), torch.zeros(1, 4), 0)
+    assert nothing == 0 and nothing.requires_grad

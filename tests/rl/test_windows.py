@@ -2,10 +2,12 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 from accelerate import Accelerator
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from threads import in_processes
 from tiny import prompt_rows, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
@@ -43,6 +45,40 @@ def test_every_row_is_in_exactly_one_micro_batch(rows, parts, size, seed):
         rows_of = torch.cat(window.micro_batches)
         assert window.num_sequences == len(rows_of)
         assert window.num_loss_tokens == int(batch.completion_mask[rows_of].sum())
+
+
+@pytest.mark.parametrize(
+    ("rows", "parts", "size"),
+    [
+        ([4, 4, 4, 4], 1, 2),  # 8 micro-batches over 4 processes: none is made up
+        ([4, 4, 4, 4], 1, 4),
+        ([5, 4, 4, 4], 1, 2),
+        ([8, 0, 1, 3], 2, 2),
+        ([0, 0, 0, 0], 2, 2),
+    ],
+)
+def test_processes_have_as_many_micro_batches_and_none_too_many(rows, parts, size, monkeypatch):
+    batches = [batch_of([1 + i % 5 for i in range(max(n, 1))]) for n in rows]
+    args = SimpleNamespace(windows_per_rollout=parts, per_device_train_batch_size=size)
+
+    def work(accelerator):
+        rank = accelerator.process_index
+        counts = lambda batch, rows: (0, 0)  # noqa: E731
+        return deal_windows(batches[rank], rows[rank], args, accelerator, seed=1, routing_counts=counts)
+
+    dealt = in_processes(4, work, monkeypatch, ["grpo_moe.rl.windows"])
+    for number, windows in enumerate(zip(*dealt, strict=True)):
+        full = [sum(len(m) > 0 for m in window.micro_batches) for window in windows]
+        assert {len(window.micro_batches) for window in windows} == {max(1, *full)}, number  # one at least
+        tokens = sum(
+            int(batch.completion_mask[torch.cat([*w.micro_batches, torch.zeros(0, dtype=torch.long)])].sum())
+            for batch, w in zip(batches, windows, strict=True)
+        )
+        assert {(w.num_loss_tokens, w.num_sequences) for w in windows} == {
+            (tokens, sum(len(m) for w in windows for m in w.micro_batches))
+        }
+    for n, made in zip(rows, dealt, strict=True):
+        assert sorted(int(r) for window in made for m in window.micro_batches for r in m) == list(range(n))
 
 
 def test_micro_batches_put_like_lengths_together():

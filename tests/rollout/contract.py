@@ -49,13 +49,22 @@ def sampled_logps_equal_the_training_forward(engine, model, prompts, temperature
 
 
 def flags_come_back(engine, model, prompts):
+    """And a model that trains, with dropout and with checkpointing, which turns caches off, generates as any other."""
+    sampling = SamplingParams(8, temperature=0.0)
+    expected = engine.generate(prompts, sampling)
     model.train()
     model.lm_head.eval()
     getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)({"use_reentrant": False})
+    use_cache, model.config.use_cache = model.config.use_cache, False
+    dropout = model.get_input_embeddings().register_forward_hook(
+        lambda module, args, out: torch.nn.functional.dropout(out, 0.5, model.training)
+    )
     flags = [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
-    engine.generate(prompts, SamplingParams(2))
+    assert engine.generate(prompts, sampling) == expected
     assert flags == [(m.training, getattr(m, "gradient_checkpointing", None)) for m in model.modules()]
-    assert torch.is_grad_enabled()
+    assert torch.is_grad_enabled() and model.config.use_cache is False
+    dropout.remove()
+    model.config.use_cache = use_cache
 
 
 def new_weights_are_seen(engine, model, prompts):

@@ -1,7 +1,9 @@
+import pytest
 import torch
-from tiny import prompt
+from tiny import prompt, tiny_model, tokenizer
 
-from grpo_moe.rollout.base import sequence_keys, uniforms
+from grpo_moe.rollout import HFEngine, NativeEngine
+from grpo_moe.rollout.base import sequence_keys, stop_token_ids, uniforms
 from grpo_moe.types import SamplingParams
 
 
@@ -35,3 +37,21 @@ def test_keys_differ_by_seed_prompt_and_completion():
     prompts = [prompt(3), prompt(3), prompt(4), prompt(3, index=1), prompt(3, index=2)]
     keys = torch.cat([sequence_keys(prompts, SamplingParams(1, num_generations=3, seed=s)) for s in (0, 1)])
     assert len(set(keys.tolist())) == 2 * 3 * len(prompts)
+
+
+@pytest.mark.parametrize("engine_of", [NativeEngine, HFEngine])
+@pytest.mark.parametrize("on_model", [2, None, [2, 9]])
+def test_an_eos_of_the_tokenizer_alone_ends_completions_too(engine_of, on_model):
+    """As that of a turn, <|im_end|>, which a base model's files do not know; with a pad token that is another's EOS."""
+    reads, model = tokenizer(), tiny_model()
+    model.config.eos_token_id = model.generation_config.eos_token_id = on_model
+    reads.eos_token, reads.pad_token = "q", "<eos>"
+    expected = {*([on_model] if isinstance(on_model, int) else on_model or []), reads.eos_token_id}
+    assert set(stop_token_ids(model, reads)) == expected and reads.eos_token_id == 19
+    groups = engine_of(model, reads).generate([prompt(n) for n in range(1, 9)], SamplingParams(24, num_generations=4))
+    for completion in (c for group in groups for c in group):
+        *before, last = completion.token_ids
+        assert not set(before) & expected
+        assert completion.finish_reason == ("stop" if last in expected else "length")
+    ended = {c.token_ids[-1] for group in groups for c in group if c.finish_reason == "stop"}
+    assert ended == expected

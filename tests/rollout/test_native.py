@@ -5,7 +5,14 @@ import pytest
 import torch
 from moe_families import SMALL, tiny_moe
 from tiny import prompt, tiny_model, tokenizer
-from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3nTextConfig, GraniteMoeConfig, Phi3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3nTextConfig,
+    Gemma4TextConfig,
+    GraniteMoeConfig,
+    Phi3Config,
+)
 from transformers.generation.logits_process import MinPLogitsWarper
 
 from grpo_moe.adapters import hf_decode
@@ -193,6 +200,25 @@ def test_shared_keys_keep_their_window():
     )  # fmt: skip
     windows = layer_windows(config)
     assert [windows.get(layer) for layer in range(6)] == [5, None] * 3
+
+
+@pytest.mark.parametrize("config", [Gemma3nTextConfig, Gemma4TextConfig])
+def test_layers_that_share_keys_and_values_decode_as_they_train(config):
+    """Where transformers once lost what is shared without a cache, as under gradient checkpointing."""
+    own = {"activation_sparsity_pattern": [0.0] * 6, "laurel_rank": 4} if config is Gemma3nTextConfig else {}
+    shape = config(
+        **{**SMALL, "num_hidden_layers": 6}, **own, head_dim=8, num_kv_shared_layers=2, sliding_window=5,
+        layer_types=["sliding_attention", "full_attention"] * 3, intermediate_size=48, vocab_size_per_layer_input=64,
+        hidden_size_per_layer_input=8,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = add_token_logps(AutoModelForCausalLM.from_config(shape).float().eval())
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(5 if p.dim() > 1 else 1)
+    for engine in (NativeEngine(model), HFEngine(model, None)):
+        contract.sampled_logps_equal_the_training_forward(engine, model, [prompt(n) for n in (3, 9)], 0.8)
+        contract.flags_come_back(engine, model, [prompt(4), prompt(9)])
 
 
 def test_rotary_factors_that_depend_on_the_batch_are_refused():

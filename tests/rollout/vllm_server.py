@@ -167,7 +167,7 @@ def completions(server, body):
     choice = {"index": 0, "prompt_logprobs": None, "finish_reason": "length", "stop_reason": None}
     if body.get("prompt_logprobs") is not None:
         logps = server.model(torch.tensor([ids])).logits[0].log_softmax(-1)
-        scored = [{str(token): {"logprob": float(logps[i, token])}} for i, token in enumerate(ids[1:])]
+        scored = [_with_others(logps[i], token) for i, token in enumerate(ids[1:])]
         choice["prompt_logprobs"] = [None, *scored]
     generator = torch.Generator().manual_seed(body.get("seed") or 0)
     tokens, reported, tops = [], [], []
@@ -195,8 +195,14 @@ def _draw(server, ids, body, generator):
         processed = processed.masked_fill(processed < processed.topk(body["top_k"]).values[-1], -torch.inf)
     token = processed.softmax(-1).multinomial(1, generator=generator) if temperature else processed.argmax()
     logps = (logits if server.raw else processed).log_softmax(-1)
-    best = int(logps.argmax())
-    return int(token), float(logps[token]), {f"token_id:{best}": float(logps[best])}
+    tops = {f"token_id:{int(x)}": float(logps[x]) for x in logps.topk(2).indices}  # the token need not be one of them
+    return int(token), float(logps[token]), tops
+
+
+def _with_others(logps, token):
+    """The entry of a prompt token among those of likelier ones, as vLLM may give them; its place says nothing."""
+    others = [int(x) for x in logps.topk(2).indices if x != token]
+    return {str(x): {"logprob": float(logps[x])} for x in (*others, token)}
 
 
 def _routed_experts(server, ids):

@@ -38,6 +38,7 @@ class GptOssLiteRMSNorm(nn.Module):
         self.weight, self.eps = nn.Parameter(torch.ones(size)), eps
 
     def forward(self, x):
+        """x [..., size] -> the same, in its dtype."""
         scale = torch.rsqrt(x.float().square().mean(-1, keepdim=True) + self.eps)
         return (x * scale * self.weight).to(x.dtype)
 
@@ -69,6 +70,8 @@ class GptOssLiteBlock(nn.Module):
 
 
 class GptOssLitePreTrainedModel(PreTrainedModel):
+    """What transformers asks of both models of the family: initialisation, names, what they support."""
+
     config_class = GptOssLiteConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True

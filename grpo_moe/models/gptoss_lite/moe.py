@@ -62,6 +62,7 @@ class GptOssLiteSharedExperts(nn.Module):
         self.down_proj = nn.Linear(width, config.hidden_size, bias=False)
 
     def forward(self, hidden_states):
+        """hidden_states [N, H] -> [N, H]."""
         return self.down_proj(F.silu(self.gate_proj(hidden_states)) * self.up_proj(hidden_states))
 
 

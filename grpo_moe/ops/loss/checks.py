@@ -16,7 +16,7 @@ def check_head_inputs(hidden_states, lm_head_weight, ids_name: str, ids, bias) -
 
     Ids are compared with V on a CPU only.
     """
-    _check_tensors({"hidden_states": hidden_states, "lm_head_weight": lm_head_weight, ids_name: ids})
+    check_tensors({"hidden_states": hidden_states, "lm_head_weight": lm_head_weight, ids_name: ids})
     shape, width = tuple(hidden_states.shape[:-1]), hidden_states.shape[-1]
     if lm_head_weight.ndim != 2 or lm_head_weight.shape[1] != width or len(lm_head_weight) == 0:
         raise ValueError(
@@ -32,6 +32,8 @@ def check_head_inputs(hidden_states, lm_head_weight, ids_name: str, ids, bias) -
             f"{ids_name} must be integers of shape {shape} as hidden_states, got {ids.dtype} of shape "
             f"{tuple(ids.shape)}; align them first"
         )
+    if bias is not None:
+        check_tensors({"bias": bias})
     if bias is not None and (tuple(bias.shape) != (vocab_size,) or not bias.is_floating_point()):
         raise ValueError(
             f"bias must be [V] with V = {vocab_size} and floating point, got {bias.dtype} of shape "
@@ -68,8 +70,8 @@ def check_loss_inputs(config, like_name: str, like, advantages, completion_mask,
     """
     if not isinstance(config, LossConfig):
         raise ValueError(f"config must be a LossConfig, got {type(config).__name__}; LossConfig() has the defaults")
-    _check_tensors({like_name: like, "advantages": advantages, "completion_mask": completion_mask})
-    _check_tensors({name: x for name, x in given.items() if x is not None})
+    check_tensors({like_name: like, "advantages": advantages, "completion_mask": completion_mask})
+    check_tensors({name: x for name, x in given.items() if x is not None})
     if like.ndim != 2:
         raise ValueError(f"{like_name} must be [B, T], got shape {tuple(like.shape)}; one row a sequence")
     shape = tuple(like.shape)
@@ -83,14 +85,26 @@ def check_loss_inputs(config, like_name: str, like, advantages, completion_mask,
             raise ValueError(
                 f"{name} must be [B, T] = {shape} as {like_name}, got shape {tuple(x.shape)}; align them first"
             )
-    needs = {
-        "ref_logps": (config.beta != 0, f"beta = {config.beta}"),
-        "sampling_logps": (config.sampler_correction != "none", f"sampler_correction {config.sampler_correction!r}"),
-        "entropy": (config.top_entropy_quantile != 1, f"top_entropy_quantile = {config.top_entropy_quantile}"),
+    for name, x in {"advantages": advantages, "completion_mask": completion_mask, **given}.items():
+        if x is not None and x.device != like.device:
+            raise ValueError(f"{name} must be on {like.device} as {like_name}, got {x.device}; move it there")
+    floats = given if like_name == "completion_ids" else {like_name: like, **given}
+    for name, x in floats.items():
+        if x is not None and not x.is_floating_point():
+            raise ValueError(
+                f"{name} must be floating point, got {x.dtype}; log-probabilities are no integers: cast it"
+            )
+    idle = {
+        "ref_logps": ("beta", 0),
+        "sampling_logps": ("sampler_correction", "none"),
+        "entropy": ("top_entropy_quantile", 1),
     }
-    for name, (needed, option) in needs.items():
-        if needed and name in given and given[name] is None:
-            raise ValueError(f"{name} must be given with {option}, got None; pass it or turn the option off")
+    for name, (option, off) in idle.items():
+        if name in given and given[name] is None and getattr(config, option) != off:
+            raise ValueError(
+                f"{name} must be given with {option} = {getattr(config, option)!r}, got None; pass it or set {option} "
+                f"to {off!r}"
+            )
 
 
 def check_count(name: str, count) -> None:
@@ -98,8 +112,21 @@ def check_count(name: str, count) -> None:
     if isinstance(count, torch.Tensor):
         if count.ndim:
             raise ValueError(f"{name} must be an int or a 0-dim tensor, got shape {tuple(count.shape)}; sum it first")
-    elif not isinstance(count, int | float) or not 0 <= count < math.inf:
+    elif not isinstance(count, int | float) or isinstance(count, bool) or not 0 <= count < math.inf:
         raise ValueError(f"{name} must be an int of at least 0 or a 0-dim tensor, got {count!r}; count the tokens")
+
+
+def is_number(x) -> bool:
+    """Whether it is a finite number of Python and no bool."""
+    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+
+
+def check_temperature(temperature: float) -> None:
+    """A finite number above 0."""
+    if not (is_number(temperature) and temperature > 0):
+        raise ValueError(
+            f"temperature must be finite and above 0, got {temperature!r}; 1.0 leaves the logits as they are"
+        )
 
 
 def check_chunk_size(chunk_size: int | None) -> None:
@@ -108,7 +135,11 @@ def check_chunk_size(chunk_size: int | None) -> None:
         raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size}; None chooses it")
 
 
-def _check_tensors(tensors: dict) -> None:
+def check_tensors(tensors: dict) -> None:
+    """Dense tensors of real numbers, by name."""
     for name, x in tensors.items():
         if not isinstance(x, torch.Tensor):
             raise ValueError(f"{name} must be a tensor, got {type(x).__name__}; torch.as_tensor makes one")
+        if x.layout != torch.strided or x.is_complex():
+            got = x.dtype if x.is_complex() else x.layout
+            raise ValueError(f"{name} must be a dense tensor of real numbers, got {got}; to_dense() or .real makes one")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
+import numbers
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 _PPO_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*_PPO_TYPES, "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl")
@@ -47,8 +50,9 @@ class LossConfig:
     """Options of `grpo_loss_from_logps`. Field names and defaults are TRL's where TRL has the option.
 
     Raises:
-        ValueError: an unknown name, a value out of range, or options that do not go together. An option of another
-            loss type raises as soon as it is not at its default; only the clipping bounds may stay set.
+        ValueError: an unknown name, a value of another type or out of range, or options that do not go together. An
+            option of another loss type raises as soon as it is not at its default; only the clipping bounds may stay
+            set.
     """
 
     loss_type: str = option(
@@ -122,6 +126,7 @@ class LossConfig:
     )
 
     def __post_init__(self):
+        check_types(self)
         rules = itertools.chain(_name_rules(self), _range_rules(self), _loss_type_rules(self), _sampler_rules(self))
         for holds, name, rule, fix in rules:
             if not holds:
@@ -140,6 +145,31 @@ class LossConfig:
             low if self.sampler_clip_min is None else self.sampler_clip_min,
             high if self.sampler_clip_max is None else self.sampler_clip_max,
         )
+
+
+_NUMBERS = {int: numbers.Integral, float: numbers.Real}  # NumPy's too
+
+
+def check_types(config: LossConfig) -> None:
+    """Values from YAML or a script may be of any type; the rules compare numbers.
+
+    Raises:
+        ValueError: an option of another type than its field, or a number that is not finite.
+    """
+    for name, allowed in _allowed_types(type(config)).items():
+        value = getattr(config, name)
+        kinds = tuple(_NUMBERS.get(kind, kind) for kind in allowed)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
+            names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
+            raise ValueError(f"{name} must be {names}, got {value!r}; check its type")
+        no_bound = name == "sampler_clip_max" and value == math.inf
+        if isinstance(value, numbers.Real) and not (abs(value) <= sys.float_info.max or no_bound):
+            raise ValueError(f"{name} must be finite, got {value!r}; leave it out for its default")
+
+
+@functools.cache
+def _allowed_types(config: type) -> dict[str, tuple[type, ...]]:
+    return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
 
 
 _Rules = Iterator[tuple[bool, str, str, str]]  # (holds, option, what it must be, how to mend it)

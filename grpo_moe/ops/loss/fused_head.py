@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch.autograd.function import once_differentiable
 
-from .checks import check_chunk_size, check_head_inputs, check_ids
+from .checks import check_chunk_size, check_head_inputs, check_ids, check_tensors
 from .head import HeadOptions, RunningSum, TorchHead
 
 
+@torch.compiler.disable(reason="token_logps loops over chunks of rows; compile what is around it, with fullgraph=False")
 def token_logps(
     hidden_states: torch.Tensor,
     lm_head_weight: torch.Tensor,
@@ -51,6 +52,7 @@ def token_logps(
     Raises:
         ValueError: a shape, a target id or an option is out of its range.
     """
+    check_tensors({"hidden_states": hidden_states})
     if hidden_states.ndim != 2:
         raise ValueError(f"hidden_states must be [N, H], got shape {tuple(hidden_states.shape)}; flatten [B, T, H]")
     check_head_inputs(hidden_states, lm_head_weight, "target_ids", target_ids, bias)

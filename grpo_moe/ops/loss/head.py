@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 
 import torch
+
+from .checks import check_temperature, is_number
 
 _CHUNK_BYTES = {"cpu": 64 * 2**20}  # of one chunk's logits; the chunk's working set is about three times that
 _CHUNK_BYTES_ON_DEVICES = 2**30  # small products waste a GPU
@@ -21,11 +22,10 @@ class HeadOptions:
     softcap: float | None = None
 
     def __post_init__(self):
-        for name, value in {"temperature": self.temperature, "softcap": self.softcap}.items():
-            if value is not None and not (isinstance(value, int | float) and 0 < value < math.inf):
-                fix = "1.0 leaves the logits as they are" if name == "temperature" else "None leaves it out"
-                raise ValueError(f"{name} must be finite and above 0, got {value}; {fix}")
-        if not (isinstance(self.logit_scale, int | float) and math.isfinite(self.logit_scale)):
+        check_temperature(self.temperature)
+        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
+            raise ValueError(f"softcap must be finite and above 0, got {self.softcap}; None leaves it out")
+        if not is_number(self.logit_scale):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}; 1.0 leaves the logits as they are")
 
 

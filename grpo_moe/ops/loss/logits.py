@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch.autograd.function import once_differentiable
 
-from .checks import ID_DTYPES, check_loss_inputs
+from .checks import ID_DTYPES, check_loss_inputs, check_temperature, check_tensors
 from .config import LossConfig
 from .objective import Count, LossOutput, grpo_loss_from_logps
 
@@ -51,8 +50,8 @@ def logps_from_logits(
         [B, T] in nats, float32, or float64 for float64 logits.
 
     Raises:
-        ValueError: a shape, a dtype, an id or the temperature is not as above, or `inplace` with logits whose last
-            stride is not 1 or whose rows share memory.
+        ValueError: a shape, a dtype, a device, an id or the temperature is not as above, or `inplace` with logits whose
+            last stride is not 1 or whose rows share memory.
     """
     logps, _ = _logps_and_entropy(logits, completion_ids, completion_mask, temperature, inplace, with_entropy=False)
     return logps
@@ -108,6 +107,10 @@ def grpo_loss_from_logits(
     )
 
 
+@torch.compiler.disable(
+    reason="log-probabilities from logits come of kernels that are no operators; compile what is around them, with "
+    "fullgraph=False"
+)
 def _logps_and_entropy(
     logits, completion_ids, completion_mask, temperature: float, inplace: bool, *, with_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -214,6 +217,8 @@ def _chunks(wanted: torch.Tensor, logits: torch.Tensor) -> Iterator[tuple[torch.
 
 
 def _check_inputs(logits, completion_ids, completion_mask, temperature: float) -> None:
+    tensors = {"logits": logits, "completion_ids": completion_ids, "completion_mask": completion_mask}
+    check_tensors({name: x for name, x in tensors.items() if x is not None or name != "completion_mask"})
     if logits.ndim != 3 or logits.shape[2] == 0 or not logits.is_floating_point():
         raise ValueError(
             f"logits must be floating point [B, T, V] with V >= 1, got {logits.dtype} of shape {tuple(logits.shape)}; "
@@ -230,10 +235,10 @@ def _check_inputs(logits, completion_ids, completion_mask, temperature: float) -
             f"completion_mask must be [B, T] = {shape} as logits, got shape {tuple(completion_mask.shape)}; "
             "align them first"
         )
-    if not 0 < temperature < math.inf:
-        raise ValueError(
-            f"temperature must be finite and above 0, got {temperature}; 1.0 leaves the logits as they are"
-        )
+    for name, x in {"completion_ids": completion_ids, "completion_mask": completion_mask}.items():
+        if x is not None and x.device != logits.device:  # a kernel would read another device's addresses
+            raise ValueError(f"{name} must be on {logits.device} as logits, got {x.device}; move it there")
+    check_temperature(temperature)
 
 
 def _check_ids(completion_ids: torch.Tensor, mask: torch.Tensor, vocab_size: int) -> None:

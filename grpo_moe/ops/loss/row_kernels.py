@@ -135,7 +135,7 @@ def _target_offsets_kernel(
     BLOCK_P: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    target_id = tl.load(target_ids_ptr + row)
+    target_id = tl.load(target_ids_ptr + row).to(tl.int64)
     token = tl.minimum(tl.maximum(target_id, 0), vocab_size - 1)
     columns = tl.arange(0, BLOCK_H)
     hidden = tl.load(hidden_ptr + row * stride_h + columns, mask=columns < width, other=0.0).to(tl.float32)

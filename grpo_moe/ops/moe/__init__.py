@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from .activations import ACTIVATIONS, GATED_LAYOUTS, gated_activation
+from .activations import ACTIVATIONS, GATED_LAYOUTS, check_clamp, gated_activation
 from .reference import check_index, stacked_experts
 
 IMPLEMENTATIONS = ("fused", "stacked", "triton_grouped", "single_pass")
@@ -40,7 +40,8 @@ def moe_experts(
     Sums over slots and inside the products are float32 or wider and in a fixed order: results repeat to the bit.
     Under autocast the kernels round all floating inputs but ``top_k_weights`` to its dtype, and PyTorch its products.
     torch.compile(fullgraph=True) and torch.export see one operator for "fused" with the name of an activation on a GPU;
-    the other kernels break the graph. None of the kernels has a second derivative: asking for it raises RuntimeError.
+    all others break the graph, or say so where it must be full. None of the kernels has a second derivative: asking for
+    it raises RuntimeError.
 
     Args:
         hidden_states: [N, H].
@@ -81,6 +82,8 @@ def moe_experts(
         raise ValueError(f"impl must be one of {', '.join(IMPLEMENTATIONS)}, got {impl!r}; check the spelling")
     tensors = (hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias)
     _check_once(*tensors, top_k_index, top_k_weights, transposed, layout == "joint")
+    if activation == "gpt_oss":
+        check_clamp(alpha, limit)
     known = type(activation) is str and activation in ACTIVATIONS and layout in GATED_LAYOUTS
     if check:
         check_index(top_k_index, len(gate_up_proj))
@@ -136,7 +139,17 @@ def _autocast(hidden_states: torch.Tensor, *others: torch.Tensor | None) -> list
 
 def _check_once(*given) -> None:
     """:func:`_check_inputs`, which takes longer than a launch, for shapes, dtypes and devices that it has not seen."""
+    if torch.compiler.is_compiling():  # a look into the set would fix the sizes: a graph for each number of tokens
+        _check_inputs(*given)
+        return
     *tensors, transposed, joint = given
+    for name, x in zip(_NAMES, tensors, strict=True):
+        optional = x is None and name.endswith("bias")
+        if not (optional or isinstance(x, torch.Tensor)) or (x is not None and x.layout != torch.strided):
+            got = x.layout if isinstance(x, torch.Tensor) else type(x).__name__
+            raise ValueError(f"{name} must be a dense tensor, got {got}; torch.as_tensor or to_dense() makes one")
+    if tensors[0].is_meta:
+        raise ValueError("hidden_states must hold numbers, got a meta tensor; load the model's weights first")
     forms = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
     seen = (*forms, transposed, joint, torch.is_autocast_enabled(tensors[0].device.type))
     if seen not in _accepted:
@@ -146,6 +159,15 @@ def _check_once(*given) -> None:
         _accepted.add(seen)
 
 
+_NAMES = (
+    "hidden_states",
+    "gate_up_proj",
+    "down_proj",
+    "gate_up_bias",
+    "down_bias",
+    "top_k_index",
+    "top_k_weights",
+)
 _accepted: set[tuple] = set()
 
 

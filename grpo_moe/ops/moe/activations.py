@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -29,6 +30,21 @@ def gpt_oss(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
+def check_clamp(alpha: float, limit: float) -> None:
+    """Raises ValueError unless alpha is a finite number and limit one above 0, or inf for no clamp."""
+    if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+        raise ValueError(f"alpha must be a finite number, got {alpha!r}; 1.702 is GPT-OSS's")
+    if not (isinstance(limit, int | float) and limit > 0):
+        raise ValueError(f"limit must be a number above 0, got {limit!r}; 7.0 is GPT-OSS's, inf does not clamp")
+
+
+def check_output(output: torch.Tensor, expected: tuple[int, int]) -> None:
+    """Raises ValueError unless a function given as activation returned that shape [M, I]."""
+    if not isinstance(output, torch.Tensor) or output.shape != expected:
+        got = tuple(output.shape) if isinstance(output, torch.Tensor) else type(output).__name__
+        raise ValueError(f"activation must return shape {expected}, got {got}; see layout in moe_experts")
+
+
 def gated_activation(
     activation: str | Callable, layout: str, *, alpha: float = 1.702, limit: float = 7.0
 ) -> Callable[[torch.Tensor], torch.Tensor]:
@@ -45,7 +61,7 @@ def gated_activation(
     if layout not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, got {layout!r}; see moe_experts")
     if layout == "joint" and not callable(activation):
-        raise ValueError(f"layout='joint' needs an activation that is a function, got {activation!r}; see moe_experts")
+        raise ValueError(f"activation must be a function with layout 'joint', got {activation!r}; see moe_experts")
     function = activation if callable(activation) else known[activation]
     if layout == "joint":
         return function

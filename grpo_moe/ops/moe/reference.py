@@ -7,7 +7,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from .activations import check_output
 
+
+@torch.compiler.disable(
+    reason="impl='stacked', which 'fused' is on a CPU and in float64, looks up on the host which experts hold tokens; "
+    "compile with fullgraph=False, or use impl='fused' on a GPU"
+)
 def stacked_experts(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,
@@ -37,7 +43,9 @@ def stacked_experts(
     for expert, (x, up, down) in enumerate(zip(inputs, gate_up_proj.unbind(), down_proj.unbind(), strict=True)):
         if tokens_per_expert[expert]:
             gate_up = expert_linear(x, up, gate_up_bias, expert, transposed)
-            outputs.append(expert_linear(act(gate_up), down, down_bias, expert, transposed))
+            post = act(gate_up)
+            check_output(post, (len(x), down.shape[0 if transposed else 1]))
+            outputs.append(expert_linear(post, down, down_bias, expert, transposed))
     if not outputs:  # nothing is routed: zeros that keep every input in the graph
         unused = [gate_up_proj, down_proj, top_k_weights, gate_up_bias, down_bias]
         return hidden_states * 0 + sum(t.sum() * 0 for t in unused if t is not None).to(hidden_states.dtype)
@@ -93,6 +101,9 @@ def expert_linear(x, weight, bias, expert, transposed):
     return out if bias is None else out + bias[expert]
 
 
+@torch.compiler.disable(
+    reason="check=True reads the indices on the host; leave it out, or compile with fullgraph=False"
+)
 def check_index(top_k_index: torch.Tensor, experts: int) -> None:
     """Raises ValueError for an index outside of -1..E; waits for the device."""
     if top_k_index.numel():

@@ -17,7 +17,10 @@ from .routing import Routing, cdiv, next_power_of_2, route
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="experts by impl='single_pass' are no operator; compile with fullgraph=False, "
+    "or use impl='fused' with the name of an activation"
+)
 def single_pass_experts(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from .activations import check_output
 from .fused import gemm, outer, sorted_rows, tile_of
 from .grouped_gemm import ExpertWeight, Rows
 from .reference import first_order
@@ -16,7 +17,10 @@ from .row_kernels import gather_rows, sum_by_expert, sum_over_slots
 Tensor = torch.Tensor
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="experts by an activation that is a function are no operator; compile with fullgraph=False, "
+    "or use impl='fused' with the name of an activation"
+)
 def unfused_experts(
     hidden_states: Tensor,
     gate_up_proj: Tensor,
@@ -51,8 +55,7 @@ def unfused_experts(
     gate_up = torch.where(live, gate_up, first)  # [N * K, 2I]
     post = act(gate_up)  # [N * K, I]
     expected = (routing.num_rows, down_proj.shape[1 if transposed else 2])
-    if post.shape != expected:
-        raise ValueError(f"activation must return shape {expected}, got {tuple(post.shape)}; see layout in moe_experts")
+    check_output(post, expected)
     post = torch.where(live, post, 0).to(hidden_states.dtype)  # also zeroes the gradients of the other rows
     slots = _GroupedLinear.apply(post, down_proj, down_bias, routing, transposed, False)
     return _WeightedSum.apply(slots, top_k_weights, routing)

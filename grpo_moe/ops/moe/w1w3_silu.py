@@ -19,7 +19,10 @@ MAX_WIDTH = 8192
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(
+    reason="experts by impl='triton_grouped' are no operator; compile with fullgraph=False, "
+    "or use impl='fused' with the name of an activation"
+)
 def triton_grouped_experts(
     hidden_states: torch.Tensor,
     gate_up_proj: torch.Tensor,

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from accelerate.utils import gather_object
 
-from grpo_moe.rl.display import clean
 from grpo_moe.rl.metrics import Metrics
+from grpo_moe.text import clean
 
 from .gradients import check_gradients
 from .losses import check_attention_sinks, check_losses, check_rollout

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -176,8 +177,13 @@ def check_rollout(sample: Sample) -> Check:
 
 
 def _difference(logps: torch.Tensor, batch: RolloutBatch) -> tuple[float, float, float]:
-    """Mean and largest |training - rollout| in nats, and the k3 estimate of KL(rollout || training)."""
-    apart = (logps - batch.sampling_logps)[batch.completion_mask].double()
+    """Mean and largest |training - rollout| in nats, and the k3 estimate of KL(rollout || training).
+
+    Over the tokens that the engine scored; NaN where it scored none.
+    """
+    apart = (logps - batch.sampling_logps)[batch.completion_mask & ~batch.sampling_logps.isnan()].double()
+    if not len(apart):
+        return (math.nan,) * 3
     return float(apart.abs().mean()), float(apart.abs().amax()), float((apart.expm1() - apart).mean())
 
 

@@ -136,3 +136,23 @@ def test_gpu_kernel_equals_pytorch(dtype, options, monkeypatch):
     for case in cases:
         for group in (1, 5, 8):
             compare(case, group, options, dtype, "cuda", floor=2e-3 if dtype.itemsize == 2 else 1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [8, 128])
+def test_gpu_more_than_2_to_the_31_elements_of_a_cache(rows):
+    """Few rows are split among programs; many have a program each."""
+    kv_heads, dim, group = 8, 128, 4
+    slots = 2**21 // rows + 64
+    buffers = [torch.randn(rows, kv_heads, slots, dim, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    assert buffers[0].numel() > 2**31
+    lengths = torch.full((rows,), 9, device="cuda")
+    lengths[-1] = slots - 1
+    query = torch.randn(rows, kv_heads * group, dim, device="cuda", dtype=torch.bfloat16)
+    key, value = torch.randn(2, rows, kv_heads, dim, device="cuda", dtype=torch.bfloat16)
+    given = {"sinks": None, "scale": dim**-0.5, "softcap": None}
+    out = decode_kernels.decode_attention(query, key, value, *buffers, lengths, **given)
+    assert torch.equal(buffers[0][-1, :, -1], key[-1]) and torch.equal(buffers[1][-1, :, -1], value[-1])
+    scores = query[-1].view(kv_heads, group, dim).float() @ buffers[0][-1].float().mT * dim**-0.5
+    expected = (scores.softmax(-1) @ buffers[1][-1].float()).view(kv_heads * group, dim)
+    torch.testing.assert_close(out[-1].float(), expected, rtol=2e-2, atol=2e-2 * float(expected.abs().max()))

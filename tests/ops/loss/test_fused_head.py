@@ -5,8 +5,9 @@ import math
 import pytest
 import torch
 from numerics import assert_no_worse_than
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from grpo_moe.ops.loss import LossConfig, grpo_loss_from_logps, head, token_logps
+from grpo_moe.ops.loss import LossConfig, grpo_loss, grpo_loss_from_logps, head, token_logps
 from grpo_moe.ops.loss.reference import token_logps_reference
 
 OPTIONS = [
@@ -99,6 +100,36 @@ def test_only_the_needed_gradients_are_computed(needed):
     if needed:
         returned = logps.grad_fn.apply(torch.ones_like(logps), None)[:3]
         assert [g is not None for g in returned] == [name in needed for name in tensors]
+
+
+@pytest.mark.parametrize("name", ["token_logps", "grpo_loss"])
+def test_a_frozen_head_needs_no_tensor_of_its_size(name):
+    hidden, weight, _, target_ids = make_inputs(12, 5, 50)  # 250 weights, two rows of logits less than half of that
+    batch = {"advantages": torch.tensor([1.0, -1.0]), "completion_mask": torch.ones(2, 6)}
+    made = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            for x in out if isinstance(out, tuple | list) else (out,):
+                real = isinstance(x, torch.Tensor) and x.device.type == "cpu"
+                if real and x.untyped_storage().data_ptr() not in given:
+                    made.append(x.untyped_storage().nbytes() // x.itemsize)
+            return out
+
+    given = {x.untyped_storage().data_ptr() for x in (hidden, weight)}
+    for trains in (True, False):
+        weight.requires_grad_(trains)
+        made.clear()
+        with Sizes():
+            if name == "token_logps":
+                loss = token_logps(hidden, weight, target_ids, chunk_size=2).sum()
+            else:
+                ids = target_ids.view(2, 6)
+                loss = grpo_loss(hidden.view(2, 6, 5), weight, ids, config=LossConfig(), **batch, chunk_size=2).loss
+            loss.backward()
+        assert (max(made) >= weight.numel()) == trains
+    assert hidden.grad.count_nonzero()
 
 
 def test_no_grad_keeps_no_graph_and_inference_mode_does_not_spoil_training():
@@ -272,6 +303,8 @@ def test_fused_and_full_logits_give_the_same_policy_loss():
     ({"target_ids": torch.tensor([0] * 6 + [11])}, r"target_ids must be in \[0, V\) with V = 11, got 0 to 11"),
     ({"target_ids": torch.tensor([0] * 6 + [-100])}, "got -100 to 0"),
     ({"bias": torch.zeros(5)}, r"bias must be \[V\]"),
+    ({"bias": torch.zeros(11, device="meta")}, "bias must be on cpu as hidden_states, got meta; move it"),
+    ({"lm_head_weight": torch.zeros(11, 5, device="meta")}, "lm_head_weight must be on cpu as hidden_states, got meta"),
     ({"temperature": 0.0}, "temperature must be finite and above 0, got 0.0"),
     ({"temperature": -1.0}, "temperature"),
     ({"temperature": math.nan}, "temperature"),
@@ -284,3 +317,25 @@ def test_wrong_arguments_are_named(change, message):
                  "target_ids": torch.zeros(7, dtype=torch.int64)}  # fmt: skip
     with pytest.raises(ValueError, match=message):
         token_logps(**arguments | change)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 129, 1000, 50257])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_peaked_logits_far_below_zero_see_no_column_beyond_the_vocabulary(vocab_size, dtype):
+    """Logits of -60 to -20 with one on top: a column of zeros, as of a padded tile, would have all the probability."""
+    generator = torch.Generator().manual_seed(0)
+    weight = -3 - torch.rand(vocab_size, 8, generator=generator) * 4
+    weight[vocab_size // 2] = -2.5
+    hidden = torch.ones(3, 8) + 0.1 * torch.rand(3, 8, generator=generator)
+    leaves = [x.to(dtype).requires_grad_() for x in (hidden, weight)]
+    ids = torch.tensor([vocab_size // 2, 0, vocab_size - 1])
+    actual = token_logps(*leaves, ids, return_entropy=True)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    truth = token_logps_reference(*exact, ids, return_entropy=True)
+    assert vocab_size == 1 or (0 > truth[0][0] > -0.1 and truth[0][1] < -3)
+    for a, t in zip(actual, truth, strict=True):
+        torch.testing.assert_close(a.double(), t, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(x[0].sum(), y) for x, y in ((actual, leaves), (truth, exact))]
+    tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3
+    for a, t in zip(*gradients, strict=True):
+        torch.testing.assert_close(a.double(), t, rtol=tolerance, atol=tolerance * 0.1)

@@ -184,6 +184,33 @@ def test_token_logps_through_the_triton_head(with_entropy, triton_head):
         assert relative_error(a, t.double()) < 2 * GRAD_TOLERANCE
 
 
+@pytest.mark.parametrize("vocab", [1, 127, 129, 1000])
+def test_peaked_logits_far_below_zero_see_no_column_beyond_the_vocabulary(vocab):
+    """Logits around -40 with one on top: a column of zeros, as of a padded tile, would have all the probability."""
+    hidden = (1 + 0.2 * torch.rand(5, 16, device=DEVICE)).bfloat16()
+    weight = (torch.randn(vocab, 16, device=DEVICE) * 0.5 - 2.5).bfloat16()
+    weight[vocab // 2] = -1.25
+    ids = torch.tensor([vocab // 2, 0, vocab - 1, 0, vocab // 2], device=DEVICE)
+    upstream = torch.linspace(0.5, 1, 5, device=DEVICE)
+    truth = run_head(TorchHead(weight.double(), None, HeadOptions(), torch.float64), hidden.double(), ids, upstream)
+    assert vocab == 1 or (0 > truth[0][0] > -0.1 and truth[0][1] < -3)
+    assert_accurate(run_head(TritonHead(weight, None, HeadOptions(), 5), hidden, ids, upstream), truth)
+
+
+def test_a_bias_of_minus_infinity_removes_its_token():
+    """Logits 0, 1, -inf: .5822 nats of entropy, no NaN, and what is removed learns nothing."""
+    hidden, ids = torch.ones(2, 8, device=DEVICE).bfloat16(), torch.tensor([0, 1], device=DEVICE)
+    weight = torch.zeros(3, 8, device=DEVICE).bfloat16()
+    bias = torch.tensor([0.0, 1.0, -math.inf], device=DEVICE)
+    upstream = torch.tensor([1.0, 0.5], device=DEVICE)
+    actual = run_head(TritonHead(weight, bias, HeadOptions(), 2), hidden, ids, upstream)
+    assert actual[1].tolist() == pytest.approx([0.5822] * 2, abs=1e-4)
+    assert all(x.isfinite().all() for x in actual) and actual[3][2].count_nonzero() == 0 and actual[4][2] == 0
+    truth = run_head(TorchHead(weight.double(), bias, HeadOptions(), torch.float64), hidden.double(), ids, upstream)
+    for a, t in zip((actual[0], actual[3], actual[4]), (truth[0], truth[3], truth[4]), strict=True):
+        torch.testing.assert_close(a.double(), t.double(), rtol=1e-2, atol=1e-4)
+
+
 # --- on a GPU only ---
 
 
@@ -276,3 +303,64 @@ def test_gpu_memory_does_not_grow_with_the_rows():
         grpo_loss(config=LossConfig(), **{**batch, **leaves}, chunk_size=1024).loss.backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
     assert peaks[1] - peaks[0] < 60 * 2**20  # the gradient of the hidden states and numbers a token; logits: 2.4 GB
+
+
+@pytest.mark.gpu
+def test_gpu_qwen_vocabulary_and_deepseek_width():
+    """A row of 7,168 and one of 151,936 elements in blocks, 1.1e9 weights."""
+    assert_accurate(*both_heads(257, 151_936, 7168))
+
+
+LARGE = {"probabilities": (14_400, 151_936, 64), "weights": (300, 262_400, 8192)}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", LARGE.values(), ids=list(LARGE))
+def test_gpu_more_than_2_to_the_31_elements(shape):
+    """Of a chunk's probabilities, or of the head's weight; of the last rows, at the last ids of the vocabulary."""
+    rows, vocab, width = shape
+    assert max(rows * vocab, vocab * width) > 2**31
+    hidden, weight, bias, _ = make_inputs(rows, vocab, width, bias=True)
+    ids = vocab - 1 - torch.arange(rows, device=DEVICE).flip(0) % 1000
+    upstream = torch.zeros(rows, device=DEVICE)
+    upstream[-64:] = torch.linspace(-1, 2, 64, device=DEVICE)
+    actual = run_head(TritonHead(weight, bias, HeadOptions(), rows), hidden, ids, upstream)
+
+    some = hidden[-64:]
+    logits = torch.mm(some, weight.T, out_dtype=torch.float32) + bias
+    all_logps = logits.double().log_softmax(-1)
+    grad = -all_logps.exp() * upstream[-64:, None]
+    grad[torch.arange(64, device=DEVICE), ids[-64:]] += upstream[-64:]
+    assert (actual[0][-64:] - all_logps.gather(1, ids[-64:, None])[:, 0]).abs().max() < 2 * LOGP_TOLERANCE
+    assert (actual[1][-64:] + (all_logps.exp() * all_logps).sum(1)).abs().max() < 2 * LOGP_TOLERANCE
+    grad_hidden = torch.mm(grad.bfloat16(), weight, out_dtype=torch.float32)
+    assert relative_error(actual[2][-64:], grad_hidden.double()) < 2 * GRAD_TOLERANCE
+    assert not actual[2][:-64].count_nonzero()
+    assert relative_error(actual[3][-1000:], grad[:, -1000:].T @ some.double()) < GRAD_TOLERANCE
+    assert relative_error(actual[4][-1000:], grad[:, -1000:].sum(0)) < GRAD_TOLERANCE
+
+
+@pytest.mark.gpu
+def test_gpu_scaled_sums_of_more_than_2_to_the_31_elements():
+    x = torch.randn(262_400, 8192, device="cuda")
+    made = row_kernels.scaled(x, torch.tensor(0.5, device="cuda"), torch.bfloat16)
+    assert x.numel() > 2**31
+    torch.testing.assert_close(made[-9:].float(), x[-9:] * 0.5, rtol=2**-7, atol=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("frozen", ["lm_head_weight", "hidden_states"])
+def test_gpu_a_frozen_part_takes_no_memory(frozen):
+    """The weight's gradient would take 1.2 GB in float32, that of the hidden states 34 MB."""
+    batch = gpu_batch(rows=4, width=2048, hidden=2048, vocab=151_936)
+    peaks = []
+    for needed in (("hidden_states", "lm_head_weight"), ({"hidden_states", "lm_head_weight"} - {frozen})):
+        leaves = {n: batch[n].clone().requires_grad_() for n in needed}
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        loss = grpo_loss(config=LossConfig(), **{**batch, **leaves}, chunk_size=1024).loss
+        torch.autograd.grad(loss, list(leaves.values()))
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del leaves, loss
+    assert peaks[0] - peaks[1] > (0.9 * 4 * 151_936 * 2048 if frozen == "lm_head_weight" else 0)

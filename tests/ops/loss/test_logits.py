@@ -314,6 +314,8 @@ IDS = torch.zeros(2, 3, dtype=torch.int64)
     ({"completion_ids": IDS.bool()}, "got torch.bool"),
     ({"completion_ids": IDS + 5}, r"completion_ids must be in \[0, V\) with V = 5 .*, got 5 to 5; mask"),
     ({"completion_ids": IDS - 100}, "got -100 to -100"),
+    ({"completion_ids": IDS.to("meta")}, "completion_ids must be on cpu as logits, got meta; move"),
+    ({"completion_mask": torch.ones(2, 3, device="meta")}, "completion_mask must be on cpu as logits, got meta; move"),
     ({"completion_mask": torch.ones(2)}, r"completion_mask must be \[B, T\] = \(2, 3\) as logits, got shape \(2,\)"),
     ({"temperature": 0.0}, "temperature must be finite and above 0, got 0.0"),
     ({"temperature": math.nan}, "temperature"),
@@ -353,3 +355,20 @@ def test_many_rows_and_many_logits(batch, length, vocab_size, path):
     torch.testing.assert_close(logps[:, -5:].double(), expected[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient[:, -5:].double(), expected[1], rtol=1e-2, atol=1e-6)
     assert not gradient[:, :-5].count_nonzero()
+
+
+@pytest.mark.parametrize("vocab_size", [1, 127, 129, 1000, 50257])
+def test_peaked_logits_far_below_zero_see_no_column_beyond_the_vocabulary(vocab_size, path, monkeypatch):
+    """Logits around -40 with one on top: a column of zeros, as of a padded tile, would have all the probability."""
+    if path == "triton" and vocab_size > 1000:
+        monkeypatch.setattr(pytest.importorskip("grpo_moe.ops.loss.logits_kernels"), "BLOCK_V", 4096)
+    logits, _ = make_inputs(1, 3, vocab_size, scale=2.0)
+    top = vocab_size // 2
+    logits = logits.detach() - 40
+    logits[..., top] = -20
+    logits.requires_grad_()
+    ids = torch.tensor([[top, 0, vocab_size - 1]])
+    actual, truth = logps_and_gradient(logps_from_logits, logits, ids), truth_of(logits, ids)
+    assert vocab_size == 1 or (0 > truth[0][0, 0] > -1e-2 and truth[0][0, 1] < -9)
+    for a, t in zip(actual, truth, strict=True):
+        torch.testing.assert_close(a.double(), t, rtol=1e-5, atol=1e-5)

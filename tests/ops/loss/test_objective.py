@@ -92,7 +92,7 @@ def pick_rows(batch, rows):
     return {name: x[rows] for name, x in batch.items()}
 
 
-def poisoned(batch, values=(math.nan, math.inf, -math.inf, -900.0, 1e10, -1e10)):
+def poisoned(batch, values=(math.nan, math.inf, -math.inf, -900.0, 200.0, 1e10, -1e10)):
     """The batch with another garbage value at every masked cell of every input, and as advantage of an empty row."""
     masked = ~batch["completion_mask"]
     filler = torch.tensor(values, dtype=torch.float64)
@@ -602,3 +602,36 @@ def test_low_precision_logps_are_computed_in_fp32(dtype):
     truth, _ = run(LossConfig(), {name: x.double() for name, x in batch.items()})
     assert output.loss.dtype == torch.float32 and gradient.dtype == dtype
     torch.testing.assert_close(output.loss.double(), truth.loss, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v["loss_type"] != "vespo"], ids=str)
+@pytest.mark.parametrize("correction", ["token_truncate", "geometric_mask", "sequence_truncate"])
+def test_a_constant_sampler_weight_multiplies_the_policy_term_once(variant, correction):
+    """And the KL term not at all. vespo's own weight: test_vespo_applies_the_sampler_weight_once."""
+    options = {"sampler_correction": correction, "sampler_clip_min": 0.0, "sampler_clip_max": 9.0}
+    batch = make_batch()
+    lengths = batch["completion_mask"].sum(1, keepdim=True).clamp(min=1)
+    share = lengths if correction == "sequence_truncate" else 1
+    batch["sampling_logps"] = batch["old_logps"] - math.log(0.9) / share
+    weight = 1.0 if correction == "geometric_mask" else 0.9
+    for beta in (0.0, 0.3):
+        plain, corrected, kl = (
+            run(LossConfig(**variant, beta=b, **o), x)[0].loss
+            for b, o, x in (
+                (0.0, {}, batch), (beta, options, batch),
+                (beta, {}, {**batch, "advantages": torch.zeros(4)}),
+            )
+        )  # fmt: skip
+        torch.testing.assert_close(corrected, weight * plain + kl)
+
+
+def test_the_logged_kl_is_the_estimate_whatever_the_loss_makes_of_it():
+    """Before beta and ratio, over the tokens of the mask alone."""
+    batch = make_batch()
+    mask, difference = batch["completion_mask"], batch["logps"] - batch["ref_logps"]
+    estimates = {"k1": difference, "k2": difference.square() / 2, "k3": (-difference).exp() + difference - 1}
+    for name, expected in estimates.items():
+        for corrected in (False, True):
+            config = LossConfig(beta=7.0, kl_estimator=name, use_bias_correction_kl=corrected)
+            stats = run(config, poisoned(batch))[0].stats
+            torch.testing.assert_close(stats["kl"], expected[mask].mean())

@@ -123,8 +123,9 @@ def test_a_cpu_without_the_interpreter_is_named(monkeypatch):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["concatenated", "interleaved"])
-def test_triton_grouped_equals_float64_on_a_gpu(layout):
-    tensors, upstream = make_experts(512, 8, 256, 128, 2, dtype=torch.bfloat16)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_triton_grouped_equals_float64_on_a_gpu(dtype, layout):
+    tensors, upstream = make_experts(512, 8, 256, 128, 2, dtype=dtype)
     options = {**SILU, "layout": layout}
-    actual = outcome(triton_grouped_experts, tensors, upstream, torch.bfloat16, transposed=False, **options)
+    actual = outcome(triton_grouped_experts, tensors, upstream, dtype, transposed=False, **options)
     assert_close(actual, truth(tensors, upstream, act=act_of(options), transposed=False), 1e-2)
