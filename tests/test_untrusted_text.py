@@ -295,6 +295,14 @@ def test_errors_of_the_commands_show_nothing_that_steers(tmp_path, capsys):
     assert "forged\n" not in out.out + out.err and out.out.count("update 1: ") == len(NASTY)
 
 
+def test_a_command_shows_no_error_as_it_is(capsys, monkeypatch):
+    def fails(arguments):
+        raise ValueError(EVERYTHING)
+
+    monkeypatch.setitem(cli._COMMANDS, "report", fails)
+    assert cli.main(["report"]) == 2 and is_harmless(capsys.readouterr().err, lines=True)
+
+
 def make_capsule(path, **known):
     ids = torch.ones(1, 2, dtype=torch.long)
     batch = RolloutBatch(
@@ -331,18 +339,13 @@ def test_a_reward_function_that_quotes_a_completion_steers_no_log(caplog):
 
 
 def test_errors_about_a_dataset_show_nothing_that_steers():
-    class Template:
-        bos_token_id = None
-
-        def apply_chat_template(self, conversations, **options):
-            raise ValueError(f"cannot render {conversations[0][0]['content']}")
-
+    quoting = tokenizer()
+    quoting.chat_template = "{{ raise_exception('cannot render ' + messages[0]['content']) }}"
     for text in NASTY:
-        chat = [{"prompt": [{"role": "user", "content": text}]}]
-        other = [{"prompt": "a", text: 1}, {"prompt": "b"}]
-        for rows in ([{text: 1}], other, [{"prompt": "a"}, {"prompt": {text}}], chat):
-            with pytest.raises(ValueError) as caught:
-                PromptSource(rows, Template(), seed=0)
+        chat, other = [{"role": "user", "content": text}], [{"prompt": "a", text: 1}, {"prompt": "b"}]
+        for rows in ([{text: 1}], other, [{"prompt": "a"}, {"prompt": {text}}], [{"prompt": chat}]):
+            with pytest.raises(ValueError, match="^(dataset|prompt) must") as caught:
+                PromptSource(rows, quoting, seed=0)
             assert is_harmless(str(caught.value)) and len(str(caught.value)) < 2000
 
 
