@@ -8,7 +8,7 @@
 The task: reach a target from four numbers with + - *, by attempts such as `9*8=72-17=55-17=38` of which only the last
 counts. Every problem is generated and every answer verified. The traces are mostly random attempts, one in twenty of
 which is a solution: imitation learns to calculate, RL learns where to go and when to stop. Both parts go on where they
-were interrupted: imitation from its last 250 updates, RL from its last checkpoint.
+were interrupted: imitation from its last 100 updates, RL from its last checkpoint.
 Algorithm: groups of 16, groups without reward spread replaced, no KL. DAPO (arXiv 2503.14476): clip 0.2 / 0.28 and the
 mean over tokens. GSPO (arXiv 2507.18071): one length-normalised ratio a sequence, clip 3e-3 / 4e-3. CISPO (arXiv
 2506.13585): clipped weights, no clipped gradients.

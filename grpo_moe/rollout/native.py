@@ -116,7 +116,9 @@ class NativeEngine:
         """Nothing to do: the parameters are shared, and no key or value outlives its sequence."""
 
     def release(self) -> None:
-        """Frees buffers and graphs."""
+        """Frees buffers and graphs, at once: no reference cycle keeps them until Python's collector comes by."""
+        if self._batch is not None:
+            self._batch.graphs = None  # which holds a method of its batch
         self._batch = None
 
     def _sequences(self, prompts: list[Prompt], sampling: SamplingParams) -> list[_Sequence]:
@@ -139,7 +141,7 @@ class NativeEngine:
         if old is not None and old.form == form and old.cache.max_length >= length and old.rows_wanted >= wanted:
             old.routing, old.prompt_routes = routing, {}
             return old
-        self._batch = None
+        self.release()
         self._batch = _Batch(self._decoder, sampling, routing, self.stop_ids, form, rows=wanted, max_length=length)
         return self._batch
 

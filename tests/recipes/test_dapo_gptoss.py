@@ -88,7 +88,7 @@ def test_accelerate_launch_starts_the_processes_it_is_asked_for(tmp_path):
         (["--loss_type", "ppo"], "loss_type must be one of"),
         (["--num_generations", "1"], "num_generations must be at least 2, got 1"),
         (["--num_generations", "7"], "num_generations must be a divisor of"),
-        (["--preset", "huge"], "preset must be one of cpu, gpu, got 'huge'"),
+        (["--preset", "huge"], "preset must be one of cpu, gpu, h200, got 'huge'"),
         (
             ["--model_name_or_path", "./nowhere"],
             "model_name_or_path must be in a folder or on the hub, got './nowhere'",

@@ -1,4 +1,6 @@
+import gc
 import threading
+import weakref
 
 import contract
 import pytest
@@ -327,3 +329,40 @@ def test_lora_on_experts_is_folded_once_a_call_and_taken_out_again(monkeypatch):
     with adapted.disable_adapter():
         assert engine.generate(prompts, sampling) != made
     assert engine.generate(prompts, sampling) == made
+
+
+def test_a_rollout_leaves_no_keys_and_values_to_the_collector(monkeypatch):
+    engine, _ = engine_and_model()
+    caches = []
+    batch_for = NativeEngine._batch_for
+
+    def watched(self, *args):
+        batch = batch_for(self, *args)
+        caches.append(weakref.ref(batch.cache))
+        return batch
+
+    monkeypatch.setattr(NativeEngine, "_batch_for", watched)
+    gc.disable()
+    try:
+        engine.generate([prompt(5)], SamplingParams(max_new_tokens=4))
+        assert caches[0]() is None
+    finally:
+        gc.enable()
+
+
+def test_halves_whose_rounding_changes_experts_are_compared_under_held_routes(monkeypatch):
+    model = tiny_moe("qwen3_moe", changes={"num_hidden_layers": 6}, experts_implementation="grpo_moe")
+    with torch.no_grad():
+        for name, parameter in model.to(torch.bfloat16).named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.copy_(8 * parameter[:1] + 0.02 * parameter)  # near ties, lost in halves
+            elif "experts" in name:
+                parameter.mul_(10)
+    errors = []
+    measure = hf_decode.Decoder._error_of_steps
+    monkeypatch.setattr(
+        hf_decode.Decoder, "_error_of_steps", lambda *args, **kw: errors.append(measure(*args, **kw)) or errors[-1]
+    )
+    NativeEngine(model)
+    free, held = errors
+    assert free > 0.1 > held > 0
