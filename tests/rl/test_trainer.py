@@ -447,7 +447,8 @@ def test_steps_leave_no_tensors_behind(tmp_path):
         run.step()
         if number in (1, 4):
             gc.collect()
-            sizes = [x.nbytes for x in gc.get_objects() if isinstance(x, torch.Tensor)]
+            kinds = (torch.Tensor, torch.nn.Parameter)  # not the fakes of another test's compiler
+            sizes = [x.nbytes for x in gc.get_objects() if type(x) in kinds]
             counts.append((len(sizes), sum(sizes)))
     assert counts[0] == counts[1]
 

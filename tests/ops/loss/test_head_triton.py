@@ -107,6 +107,24 @@ def test_common_rows_are_computed_once(monkeypatch):
     assert int(flags[0][2]) == 0
 
 
+def test_the_gemm_is_compiled_once_whatever_the_number_of_rows(monkeypatch):
+    kernel, constants = kernels._exp_logits_kernel, set()
+
+    class Watched:
+        def __getitem__(self, grid):
+            def run(*args, **names):
+                constants.add(tuple(sorted(names.items())))
+                return kernel[grid](*args, **names)
+
+            return run
+
+    monkeypatch.setattr(kernels, "_exp_logits_kernel", Watched())
+    for rows in (1, 17, 33, 80):
+        hidden, weight, bias, ids = make_inputs(rows, 20, 16)
+        TritonHead(weight, bias, HeadOptions(), rows).forward(hidden, ids)
+    assert len(constants) == 3  # the pass, its maxima, the pass again
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_broken_row_gives_nan_and_touches_no_other(value):
     hidden, weight, _, ids = make_inputs(6, 50, 64)
