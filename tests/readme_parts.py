@@ -9,7 +9,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from grpo_moe import GRPOConfig
+from grpo_moe import GRPOConfig, planning
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -24,7 +24,28 @@ def options_table() -> str:
     return "\n".join(lines)
 
 
-PARTS = {"options": options_table}
+def memory_table() -> str:
+    """Planned GiB of each phase for published models and numbers of H200s."""
+    run = planning.RunShape(
+        micro_batch=4, prompt_tokens=512, completion_tokens=4096, prompts_per_rollout=1, num_generations=4,
+        checkpoint_period=1,
+    )  # fmt: skip
+    lora = dataclasses.replace(run, lora_rank=16, weight_bytes=2)
+    columns = {"1 GPU, LoRA": (lora, 1), "8, FSDP2, LoRA": (lora, 8)}
+    columns |= {f"{n}, FSDP2": (run, n) for n in (8, 16, 64)}
+    lines = ["| model | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name in ("olmoe-1b-7b", "qwen3-30b-a3b", "gpt-oss-20b", "gpt-oss-120b"):
+        shape, cells = planning.ModelShape.from_config(planning.preset_config(name)), []
+        for options, gpus in columns.values():
+            where = (planning.GPUS["H200"], gpus, "none" if gpus == 1 else "fsdp2")
+            plan = planning.plan_memory(shape, options, *where)
+            sizes = [f"{plan.bytes_of(phase) / 2**30:.0f}" for phase in plan.phases]
+            cells.append(" / ".join(sizes) if plan.fits else f"~~{' / '.join(sizes)}~~")
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+PARTS = {"options": options_table, "memory": memory_table}
 
 
 def with_parts(text: str) -> str:

@@ -97,7 +97,7 @@ def plan_memory(
     - gradients: of what the backward pass has passed; all from the start when micro-batches accumulate. FSDP2 adds the
       block's whole gradient before and in its reduction (fp32).
 
-    optimizer_step: gradients wT, and "foreach": AdamW's square roots, wT.
+    optimizer_step: gradients wT (AdamW is fused: its step needs nothing more).
 
     Args:
         model_config: a transformers configuration, or its shape.

@@ -271,12 +271,7 @@ class Phases:
         return size * width, size, rows <= min(limit, 2 * hidden)
 
     def _optimizer_step(self) -> dict[str, float]:
-        trained = self.lora or self.total
-        shards = 1 if self.sharding in ("none", "ddp") else self.num_gpus
-        zero = self.sharding in ("zero2", "zero3")
-        width = 4 if self.lora else self.run.weight_bytes
-        foreach = 0 if zero else width * trained / shards
-        return {"gradients": self._gradient_bytes(trained), "foreach": foreach}
+        return {"gradients": self._gradient_bytes(self.lora or self.total)}
 
     def _gathered(self) -> float:
         """Under FSDP2 and ZeRO-3: two blocks, and what is outside of blocks."""

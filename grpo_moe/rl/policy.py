@@ -185,6 +185,7 @@ class Policy:
                 betas=(args.adam_beta1, args.adam_beta2),
                 eps=args.adam_epsilon,
                 weight_decay=args.weight_decay,
+                fused=self.accelerator.device.type == "cuda" or None,  # a step without a second copy of the moments
             )
         self._check_optimizer(optimizer)
         if scheduler is None:

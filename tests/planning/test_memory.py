@@ -312,7 +312,7 @@ def test_states_of_qwen3_are_sixteen_bytes_a_parameter():
     parameters = 30_532_122_624
     phase = plan_memory(preset_config("qwen3-30b-a3b"), RUN, H200).phases["optimizer_step"]
     assert phase["weights"] == phase["gradients"] == 4 * parameters and phase["optimizer"] == 8 * parameters
-    assert phase["foreach"] == 4 * parameters  # AdamW's square roots, for a moment
+    assert set(phase) == {"weights", "gradients", "optimizer", "slack", "context"}  # a fused AdamW needs no more
 
 
 def test_keys_and_values_of_gpt_oss_lite_by_hand():

@@ -13,6 +13,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 RECIPE = str(ROOT / "recipes" / "dapo_gptoss.py")
 SHORT = ["--warm_start_steps", "4", "--per_device_train_batch_size", "16", "--preset", "cpu", "--use_cpu"]
+SHORT += ["--max_completion_length", "10"]
 
 
 def launch(folder, *arguments, launcher=()):
@@ -72,6 +73,7 @@ def test_help_lists_the_options_of_the_recipe_and_of_training(monkeypatch, capsy
     assert ended.value.code == 0 and all(f"--{name}" in shown for name in ("task", "loss_type", "max_steps", "config"))
 
 
+@pytest.mark.slow
 def test_accelerate_launch_starts_the_processes_it_is_asked_for(tmp_path):
     launcher = ["--cpu", "--num_processes", "2"]
     code, output = finish(launch(tmp_path, "--max_steps", "4", launcher=launcher))

@@ -58,7 +58,7 @@ def assert_equal_parameters(ours, expected, **tolerance):
         torch.testing.assert_close(ours[name], value, msg=lambda text, name=name: f"{name}: {text}", **tolerance)
 
 
-@pytest.mark.parametrize("family", [None, "qwen3_moe"])
+@pytest.mark.parametrize("family", [None, pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_what_one_process_lacks_changes_nothing(tmp_path, family):
     """See ScriptedEngine; with one to four tokens on a process most of its 16 experts have none."""
     options = {
@@ -93,6 +93,7 @@ def test_a_process_without_groups_keeps_in_step(tmp_path):
     assert_equal_parameters(first["parameters"], second["parameters"], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_process_ends_the_run_which_goes_on_with_any_number_of_processes(tmp_path, kind):
     """The dead process is named; with as many processes the run goes on to the bit, with others to rounding.

@@ -257,6 +257,7 @@ def run_evaluations():
     return [*results, str(caught.value)]
 
 
+@pytest.mark.slow
 def test_two_processes_agree_with_each_other_and_with_one(tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(tmp_path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -100,6 +100,7 @@ def test_more_than_2_to_the_31_elements(shape):
         assert ((ours - eager).norm() / eager.norm()).item() < 1e-2
 
 
+@pytest.mark.slow
 def test_long_sums_in_float32_are_no_worse_than_eager(monkeypatch):
     """Of one expert's rows, in the gradient of its weights."""
     monkeypatch.setattr(fused, "GATHER_FROM", 0)
