@@ -18,7 +18,7 @@ def options_table() -> str:
     """Every option of GRPOConfig with its default and its help."""
     lines = ["| option | default | what it does |", "|---|---|---|"]
     for field in dataclasses.fields(GRPOConfig):
-        default = str(field.default).lower() if field.type == "bool" else field.default
+        default = str(field.default).lower() if isinstance(field.default, bool) else field.default
         text = field.metadata["help"].replace("|", "\\|")
         lines.append(f"| `{field.name}` | {'' if default is None else f'`{default}`'} | {text} |")
     return "\n".join(lines)

@@ -306,6 +306,7 @@ def test_any_damage_of_the_manifest_is_found(saved):
     draw, path = random.Random(2), saved / "checkpoint-8" / "grpo_state.json"
     content = path.read_bytes()
     wrong = [damaged(path, draw)[cut] for cut in (0, 1) for _ in range(100)]
+    wrong = [x for x in wrong if b"E-" not in x]  # the same number as with an e
     for changed in (*wrong, b"[" * 100_000, b'{"step": ' + b"9" * 5000 + b"}", b"null", b"\xff\xfe"):
         path.write_bytes(changed)
         for name in ("latest", str(path.parent)):

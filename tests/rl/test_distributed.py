@@ -84,6 +84,7 @@ def test_what_one_process_lacks_changes_nothing(tmp_path, family):
         assert {name for line in logged for name in line} >= COMPARED
 
 
+@pytest.mark.slow
 def test_a_process_without_groups_keeps_in_step(tmp_path):
     first, second = run(
         tmp_path / "two", 2, per_device_train_batch_size=2, gradient_accumulation_steps=4, steps_per_generation=8,

@@ -79,6 +79,7 @@ def batching():
     return HFEngine(model, tokenizer(), continuous_batching=True), model
 
 
+@pytest.mark.slow
 def test_continuous_batching_passes_the_contract(batching):
     engine, model = batching
     contract.greedy_equals_full_forward(engine, model, [prompt(n) for n in (1, 4, 9)])
