@@ -27,7 +27,12 @@ _MODULES = {
 }
 
 
+_PARTS = {"adapters", "data", "models", "ops", "planning", "rewards", "rl", "rollout", "types"}
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PARTS:
+        return importlib.import_module(f".{name}", __name__)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(_MODULES[name], __name__), name)
@@ -36,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULES})
+    return sorted({*globals(), *_MODULES, *_PARTS})
 
 
 def _register() -> None:
@@ -46,18 +51,23 @@ def _register() -> None:
 
 
 class _WithTransformers(importlib.abc.MetaPathFinder):
-    """Registers as soon as transformers has been imported."""
+    """Registers as soon as transformers has been imported; whoever only looks whether it is there changes nothing."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "transformers":
             return None
+        place = sys.meta_path.index(self)
         sys.meta_path.remove(self)  # so that the others find it
-        spec = importlib.util.find_spec(name)
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            sys.meta_path.insert(place, self)
         if spec is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module):
                 execute(module)
+                sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = execute_and_register

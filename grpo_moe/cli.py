@@ -8,9 +8,13 @@ import json
 import os
 import runpy
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
+
+from grpo_moe.arguments import OneLineParser
+from grpo_moe.text import clean
 
 if TYPE_CHECKING:
     from grpo_moe.rl.config import GRPOConfig
@@ -45,30 +49,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-class _OneLineParser(argparse.ArgumentParser):
-    """Without the usage before an error, which is a page long where there are many options."""
-
-    def error(self, message: str) -> NoReturn:
-        from grpo_moe.text import clean
-
-        self.exit(2, f"{self.prog}: error: {clean(message, 500)}; see {self.prog} --help\n")
-
-
 def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
     """What follows, which may be nothing; Python 3.11 says that something is required."""
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=text).required = False
 
 
 def _plan(argv: list[str]) -> int:
-    from transformers import HfArgumentParser
-
     from grpo_moe.planning import ATTENTIONS, SHARDINGS
     from grpo_moe.rl.config import GRPOConfig
+    from grpo_moe.rl.options import OptionsParser
 
-    class Parser(_OneLineParser, HfArgumentParser):
-        """Own options and those of GRPOConfig."""
-
-    parser = Parser(
+    parser = OptionsParser(
         GRPOConfig,
         prog="grpo-moe plan",
         allow_abbrev=False,
@@ -182,8 +173,6 @@ def _shape_of(config: Any, model: str) -> Any:
 
 
 def _bad_model(model: str, error: Exception) -> ValueError:
-    from grpo_moe.text import clean
-
     return ValueError(
         f"model must be a folder with config.json of a causal LM, got {model!r}: {clean(error, 500)}; mend it, or give "
         "another one"
@@ -231,7 +220,7 @@ def _plan_table(report: dict[str, Any]) -> str:
 
 
 def _report(argv: list[str]) -> int:
-    parser = _OneLineParser(prog="grpo-moe report", description="Writes a run folder as one HTML page.")
+    parser = OneLineParser(prog="grpo-moe report", description="Writes a run folder as one HTML page.")
     parser.add_argument("run", help="the output_dir of a run, finished or not")
     parser.add_argument("--out", help="file to write; RUN/report.html by default")
     arguments = parser.parse_args(argv)
@@ -243,7 +232,7 @@ def _report(argv: list[str]) -> int:
 
 def _doctor(argv: list[str]) -> int:
     """Runs the recipe as a script; its ``GRPOTrainer.train`` sees the variable, examines itself and exits."""
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="grpo-moe doctor", description="Runs a recipe up to the point where it would train, and examines that."
     )
     parser.add_argument("recipe", help="a script that calls GRPOTrainer.train")
@@ -258,13 +247,18 @@ def _doctor(argv: list[str]) -> int:
     sys.argv = [str(recipe), *arguments.arguments]
     sys.path.insert(0, str(recipe.resolve().parent))  # as for a script: its neighbours can be imported
     try:
+        compile(recipe.read_bytes(), str(recipe), "exec")
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        raise ValueError(f"recipe must be Python, got {recipe}: {clean(error, 500)}; mend it") from error
+    try:
         runpy.run_path(str(recipe), run_name="__main__")
-    except (SyntaxError, ModuleNotFoundError) as error:
-        from grpo_moe.text import clean
-
+    except ModuleNotFoundError as error:
+        frames = [x for x in traceback.extract_tb(error.__traceback__) if not x.filename.startswith("<frozen")]
+        if frames[-1].filename != str(recipe):  # not of an import of its own
+            raise
         raise ValueError(
-            f"recipe must be Python that can be run, got {recipe}: {clean(error, 500)}; mend it, or install what it "
-            "imports"
+            f"recipe must find what it imports, got {clean(error, 500)} in line {frames[-1].lineno} of {recipe}; "
+            "install it"
         ) from error
     finally:
         del os.environ[DOCTOR_VARIABLE]
@@ -272,14 +266,13 @@ def _doctor(argv: list[str]) -> int:
 
 
 def _replay(argv: list[str]) -> int:
-    parser = _OneLineParser(
+    parser = OneLineParser(
         prog="grpo-moe replay",
         description="Computes loss and gradient of a kept step as they were and with other options.",
     )
     parser.add_argument("capsule", help="a file of RUN/capsules")
     from grpo_moe.ops import LossConfig
     from grpo_moe.rl.capsule import load_capsule, loss_options, replay_capsule, replay_table
-    from grpo_moe.text import clean
 
     texts = {field.name: field.metadata["help"] for field in dataclasses.fields(LossConfig)}
     for name, read in loss_options().items():

@@ -12,12 +12,19 @@ from typing import Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
+from torch.utils.data import IterableDataset
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from grpo_moe.checks import check_flag, check_int, require
 from grpo_moe.text import clean
-from grpo_moe.types import Prompt, check_flag, check_int, require
+from grpo_moe.types import Prompt
 
 _BATCH_ROWS = 1000  # tokenised at a time
+_OWN_ARGUMENTS = {
+    "add_generation_prompt", "continue_final_message", "conversation", "max_length", "padding", "return_dict",
+    "return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
+}  # fmt: skip
+"""Of ``apply_chat_template`` that decide what becomes of the text, and are not for the template."""
 
 
 def prompt_source(
@@ -118,14 +125,14 @@ class PromptSource:
 
         `Prompt.index` counts on over the whole stream, so that a prompt draws other completions in each epoch.
         """
-        _check_amount(n)
+        check_int("n", n, least=0, fix="give a number of prompts")
         positions = range(self.position, self.position + n)
         self.position += n
         return [self._prompt(self._row(position), index=position) for position in positions]
 
     def first(self, n: int) -> list[Prompt]:
         """The prompts of the first n rows, or of all if there are fewer; the position stays."""
-        _check_amount(n)
+        check_int("n", n, least=0, fix="give a number of prompts")
         return [self[row] for row in range(min(n, len(self)))]
 
     def longest(self) -> int:
@@ -230,7 +237,7 @@ class PromptStream:
 
         `Prompt.index` counts on over all epochs, so that a prompt draws other completions in each.
         """
-        _check_amount(n)
+        check_int("n", n, least=0, fix="give a number of prompts")
         prompts = self._prompts([self._next_row() for _ in range(n)], first_index=self.position)
         self.position += n
         if n and self._saves_state:
@@ -240,7 +247,7 @@ class PromptStream:
     def first(self, n: int | None) -> list[Prompt]:
         """The prompts of the first n rows (None: of all), or of all if there are fewer; the position stays."""
         if n is not None:
-            _check_amount(n)
+            check_int("n", n, least=0, fix="give a number of prompts")
         place = self._place
         self._go_to({"epoch": 0, "row": 0, "dataset": None})
         rows = list(enumerate(islice(self._rows, n)))
@@ -378,6 +385,7 @@ def _prompt_column(dataset: Any) -> list[Any]:
 def _is_stream(dataset: Any) -> bool:
     """Whether it can only be iterated over, but again and again."""
     map_style = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    map_style = map_style and not isinstance(dataset, IterableDataset)  # whose base has a __getitem__ that only raises
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__next__") and not map_style
 
 
@@ -395,10 +403,8 @@ def _check_options(tokenizer: Any, max_prompt_tokens: Any, chat_template_kwargs:
     given = {} if chat_template_kwargs is None else chat_template_kwargs
     fits = isinstance(given, Mapping) and all(isinstance(name, str) for name in given)
     require(fits, "chat_template_kwargs", "a dict of arguments by name", given, "as {'enable_thinking': False}")
-
-
-def _check_amount(n: Any) -> None:
-    require(isinstance(n, int) and not isinstance(n, bool) and n >= 0, "n", "0 or positive", n, "give a whole number")
+    own = sorted(_OWN_ARGUMENTS & set(given))
+    require(not own, "chat_template_kwargs", "arguments of the template itself", own, "leave those out, they are set")
 
 
 def _check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -436,10 +442,10 @@ def _check_columns(row: int, names: Collection[str]) -> None:
             f"dataset must have a column 'prompt', got {_listed(names)} in row {row}; rename the column that holds it"
         )
     for name in names:
-        if not isinstance(name, str) or name in ("prompts", "completions"):
+        if not isinstance(name, str) or name in ("prompts", "completions", "completion_ids"):
             raise ValueError(
-                f"names of columns must be text, and not 'prompts' or 'completions', got {name!r} in row {row}; rename "
-                "it: reward functions get columns by keyword, beside those two"
+                "names of columns must be text, and not 'prompts', 'completions' or 'completion_ids', got "
+                f"{name!r} in row {row}; rename it: reward functions get columns by keyword, beside those three"
             )
 
 
@@ -465,11 +471,14 @@ def _check_prompt(row: int, prompt: Any, first: Any) -> None:
 
 
 def _check_messages(row: int, messages: Sequence[Mapping[str, Any]]) -> None:
-    """Chat templates write an absent role or content as nothing, without a word."""
+    """Chat templates write an absent role or content as nothing, without a word.
+
+    What else a message may hold (tool_calls, thinking, ...), and of what type, is the template's to know.
+    """
     for number, message in enumerate(messages):
-        role, content = message.get("role"), message.get("content")
-        calls = content is None and bool(message.get("tool_calls"))
-        if not (isinstance(role, str) and role and (isinstance(content, str | list) or calls)):
+        role = message.get("role")
+        says = message.get("content") is not None or any(x for name, x in message.items() if name != "role")
+        if not (isinstance(role, str) and role and says):
             raise ValueError(
                 "prompt must be messages with a role and a content of text (or parts, or tool_calls), got "
                 f"{reprlib.repr(message)} as message {number} in row {row}; fill them in"
@@ -520,7 +529,7 @@ def _encode(
 def _with_one_bos(ids: list[int], bos: int | None, adds_bos: bool) -> list[int]:
     """A chat template or the text itself may write BOS, once or twice, or leave it to the tokenizer."""
     num_bos = next((i for i, token in enumerate(ids) if token != bos), len(ids))
-    return [bos] * (adds_bos or num_bos > 0) + ids[num_bos:]
+    return [bos] * (adds_bos or num_bos > 0) + ids[num_bos:] if num_bos < len(ids) else []
 
 
 def _check_lengths(input_ids: Sequence[np.ndarray], rows: Sequence[int], max_prompt_tokens: int | None) -> None:

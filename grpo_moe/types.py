@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import numbers
-import reprlib
-import sys
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+
+from grpo_moe.checks import check_flag, check_int, check_number, keep_plain
 
 Message = dict[str, Any]  # one chat turn: {"role": ..., "content": ...}
 
@@ -54,11 +52,13 @@ class SamplingParams:
         check_int("num_generations", self.num_generations, least=1, fix="1 draws one completion a prompt")
         check_int("top_k", self.top_k, least=0, fix="0 keeps every token")
         check_int("seed", self.seed, least=None, fix="0 is the default")
-        usable = lambda x: x == 0 or x >= 1e-6  # noqa: E731
-        check_number("temperature", self.temperature, usable, "0 or at least 1e-06", fix="0 is greedy")
+        check_number(
+            "temperature", self.temperature, lambda x: x == 0 or x >= 1e-6, "0 or at least 1e-06", fix="0 is greedy"
+        )
         check_number("top_p", self.top_p, lambda x: 0 < x <= 1, "in (0, 1]", fix="1 keeps every token")
         check_number("min_p", self.min_p, lambda x: 0 <= x < 1, "in [0, 1)", fix="0 keeps every token")
         check_flag("return_routes", self.return_routes)
+        keep_plain(self)  # JSON and transformers take no other numbers
 
     @property
     def is_truncated(self) -> bool:
@@ -110,28 +110,3 @@ class RolloutBatch:
     """RoutingRecord [B, S, L, K] that the updates replay. None: route naturally."""
     expert_load: torch.Tensor | None = None
     """[B, L, E] int64 tokens of each row by expert, before the updates. None without a load-balancing loss."""
-
-
-def require(holds: bool, name: str, rule: str, value: object, fix: str) -> None:
-    """Raises ValueError with the name, its rule, the value and how to mend it, unless the rule holds."""
-    if not holds:
-        raise ValueError(f"{name} must be {rule}, got {reprlib.repr(value)}; {fix}")
-
-
-def check_int(name: str, value: object, *, least: int | None, fix: str) -> None:
-    """Raises ValueError unless the value is an integer, Python's or NumPy's but no bool, of at least ``least``."""
-    is_int = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-    require(is_int, name, "an integer" if least is None else f"an integer of at least {least}", value, fix)
-    require(least is None or value >= least, name, f"at least {least}", value, fix)
-
-
-def check_number(name: str, value: object, holds: Callable[[float], bool], rule: str, *, fix: str) -> None:
-    """Raises ValueError unless the value is a finite number, Python's or NumPy's but no bool, for which ``holds``."""
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    require(is_number, name, f"a finite number, {rule}", value, fix)
-    require(holds(value), name, rule, value, fix)
-
-
-def check_flag(name: str, value: object) -> None:
-    """Raises ValueError unless the value is True or False."""
-    require(isinstance(value, bool), name, "True or False", value, "text and numbers are not read as such")

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from running import run, train, use_all_cores
 from tasks import PRESETS, default_preset, make_task, warm_started_policy
 
+from grpo_moe.checks import check_int, require
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
 from grpo_moe.rl.launch import start_all_processes
 from grpo_moe.rl.run_folder import check_run_folder
@@ -41,10 +42,10 @@ class RecipeConfig:
     cache_dir: str = field(default="runs/cache", metadata={"help": "Where the warm start is kept."})
 
     def __post_init__(self):
-        if self.preset not in PRESETS:
-            raise ValueError(f"preset must be one of {', '.join(PRESETS)}, got {self.preset!r}; check the spelling")
-        if self.warm_start_steps is not None and self.warm_start_steps < 1:
-            raise ValueError(f"warm_start_steps must be at least 1, got {self.warm_start_steps}; leave it out")
+        rule = f"one of {', '.join(PRESETS)}"
+        require(self.preset in list(PRESETS), "preset", rule, self.preset, "check the spelling")
+        if self.warm_start_steps is not None:
+            check_int("warm_start_steps", self.warm_start_steps, least=1, fix="leave it out for the preset's")
         if self.dataset_name is not None and self.task != "countdown":
             raise ValueError(f"task must be left out when dataset_name is given, got {self.task!r}; give one of them")
         if self.model_name_or_path is None and (self.task != "countdown" or self.dataset_name is not None):

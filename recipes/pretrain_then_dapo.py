@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from running import run, train, use_all_cores
 from tasks import PRESETS, countdown_task, warm_started_policy
 
+from grpo_moe.checks import check_int, require
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
 from grpo_moe.rl.launch import start_all_processes
 from grpo_moe.rl.run_folder import check_run_folder
@@ -44,8 +45,10 @@ class RecipeConfig:
 
     def __post_init__(self):
         for name, known in (("objective", OBJECTIVES), ("preset", PRESETS)):
-            if getattr(self, name) not in known:
-                raise ValueError(f"{name} must be one of {', '.join(known)}, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            require(value in list(known), name, f"one of {', '.join(known)}", value, "check the spelling")
+        if self.warm_start_steps is not None:
+            check_int("warm_start_steps", self.warm_start_steps, least=1, fix="leave it out for the preset's")
 
 
 def main() -> None:

@@ -4,8 +4,10 @@ import json
 import warnings
 
 import datasets
+import numpy as np
 import pandas
 import pytest
+import torch
 from chat_templates import KINDS, chat_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -312,6 +314,46 @@ def test_a_frame_of_pandas_is_told_what_to_become(tokenizer):
     assert answers(PromptSource(datasets.Dataset.from_pandas(frame), tokenizer, seed=0).all()) == [0, 1, 2]
 
 
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "tool", "content": {"degrees": 21}},
+        {"role": "assistant", "thinking": "hm"},
+        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
+        {"role": "user", "content": ({"type": "text", "text": "hi"},)},
+    ],
+)
+def test_what_a_message_holds_besides_a_role_is_the_template_s_to_know(message):
+    tokenizer = character_tokenizer("abcdefghijklmnopqrstuvwxyz_':{}[]()0123456789 ,")
+    tokenizer.chat_template = "{% for m in messages %}{{ m | tojson | lower | replace('\"', '') }}{% endfor %}"
+    (prompt,) = PromptSource([{"prompt": [message]}], tokenizer, seed=0).take(1)
+    assert len(prompt.input_ids) > 10
+
+
+@pytest.mark.parametrize("own", [{"padding": True}, {"tokenize": False}, {"truncation": True, "max_length": 2}])
+def test_arguments_that_are_not_the_template_s_are_refused(own):
+    with pytest.raises(ValueError, match=f"chat_template_kwargs must be arguments of the template.*{min(own)}"):
+        PromptSource(
+            [{"prompt": [{"role": "user", "content": "1"}]}], with_template(CHAT), chat_template_kwargs=own, seed=0
+        )
+
+
+def test_a_template_that_writes_nothing_gives_no_prompt():
+    with pytest.raises(ValueError, match="prompt must give at least one token, got none in row 0"):
+        PromptSource([{"prompt": [{"role": "user", "content": "1"}]}], with_template("{{ bos_token }}"), seed=0)
+
+
+def test_an_iterable_dataset_of_torch_is_a_stream_also_with_a_length(tokenizer):
+    class Three(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(rows(3))
+
+        def __len__(self):
+            return 3
+
+    assert isinstance(prompt_source(Three(), tokenizer, seed=0, shuffle=False), PromptStream)
+
+
 def test_a_chat_that_the_template_refuses_is_named():
     tokenizer = with_template(
         "{% for m in messages %}{{ raise_exception('no ' + m['role']) if m['role'] == 'x' }}{% endfor %}1"
@@ -325,8 +367,13 @@ def test_a_prompt_at_the_limit_is_kept_and_bad_numbers_are_refused(tokenizer):
     assert len(PromptSource([{"prompt": "1234"}], tokenizer, seed=0, max_prompt_tokens=5)) == 1
     with pytest.raises(ValueError, match="seed must be at least 0, got -1"):
         source(tokenizer, seed=-1)
-    with pytest.raises(ValueError, match="n must be 0 or positive, got -2"):
+    with pytest.raises(ValueError, match="n must be at least 0, got -2; give a number of prompts"):
         source(tokenizer).take(-2)
+    for wrong in (True, 2.0, "2"):
+        with pytest.raises(ValueError, match="n must be an integer of at least 0, got "):
+            source(tokenizer).first(wrong)
+    assert source(tokenizer).take(np.int64(2)) == source(tokenizer).take(2)
+    assert source(tokenizer).first(np.int64(2)) == source(tokenizer).first(2)
 
 
 # --- PromptStream

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LAYERS = {
-    "ops": 0, "rewards": 0, "types": 0, "text": -1,
+    "ops": 0, "rewards": 0, "types": 0, "arguments": 0, "text": -1, "checks": -1,
     "models": 1, "adapters": 1, "planning": 1,
     "rollout": 2, "data": 2,
     "rl": 3, "cli": 4,

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import math
 import os
 import statistics
 import threading
@@ -15,6 +16,7 @@ from transformers import TrainerCallback
 from grpo_moe import GRPOConfig, GRPOTrainer
 from grpo_moe.rl import callbacks
 from grpo_moe.rl.callbacks import Callbacks
+from grpo_moe.rl.capsule import load_capsule
 from grpo_moe.rl.metrics import MetricsWriter, read_metrics
 from grpo_moe.rl.run_folder import list_checkpoints
 
@@ -97,6 +99,16 @@ def test_a_run_keeps_the_newest_files_of_what_it_is_told_to(tmp_path):
     ]
     trainer(tmp_path, max_steps=8, log_total_limit=1, **every).train(resume_from_checkpoint="latest")
     assert kept_in(tmp_path) == ["completions_000008.parquet", "update_000008_0.safetensors"]
+
+
+def test_capsules_of_a_gradient_that_is_not_finite_stay_whatever_the_limit(tmp_path):
+    run = trainer(tmp_path, max_steps=5, log_total_limit=1, capsule_steps=1, eval_steps=None, log_completions=False)
+    clip, calls = run.accelerator.clip_grad_norm_, iter(range(1, 100))
+    run.accelerator.clip_grad_norm_ = lambda *given: clip(*given) * (math.nan if next(calls) in (2, 3) else 1)
+    run.train()
+    names = [f"{kind}_{step:06d}_0.safetensors" for kind, step in (("nonfinite", 2), ("nonfinite", 3), ("update", 5))]
+    assert sorted(path.name for path in (tmp_path / "capsules").iterdir()) == names
+    assert load_capsule(tmp_path / "capsules" / names[0]).reason == "grad_norm is nan"
 
 
 def kept_in(run):

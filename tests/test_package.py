@@ -18,7 +18,9 @@ before = time.perf_counter()
 import grpo_moe
 seconds = time.perf_counter() - before
 assert "transformers" not in sys.modules and seconds < 0.3, seconds
-assert {"GRPOTrainer", "GRPOConfig"} <= set(dir(grpo_moe))
+assert {"GRPOTrainer", "GRPOConfig", "ops"} <= set(dir(grpo_moe)) and grpo_moe.rewards.countdown_reward
+import importlib.util
+assert importlib.util.find_spec("transformers") is not None and "transformers" not in sys.modules
 from transformers import AutoConfig, AutoModelForCausalLM
 config = AutoConfig.for_model("gptoss_lite", vocab_size=8, hidden_size=16, num_hidden_layers=1, head_dim=8)
 assert type(config) is grpo_moe.GptOssLiteConfig

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch.nn import functional as F
 
-from grpo_moe.types import check_int, require
+from grpo_moe.checks import check_int, require
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_moe.checks import is_count, is_finite, require
 from grpo_moe.text import printable
 
 from .faults import NOT_FINITE, TIMEOUT, Scores, joined
-from .options import is_count, is_finite, require
 from .running import Call, run_calls
 
 logger = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ class RewardCaller:
         weights: One finite number a function; all 1 by default. A function of weight 0 is only logged.
         on_error: "raise" ends the run at a fault. "skip" gives up the rows it cost and counts them; each kind of fault
             is logged once a function. Exceptions and wrong return values cost single groups when `group_size` is given.
+            A handler finds the fault in the record's `reward_error`, and in its `__cause__` what the function raised;
+            `exc_info` is empty, since formatters would write its text as it is.
         timeout: Seconds for one call of one function; None for no limit. With a limit plain functions too run in
             threads of their own, where time-outs by signals do not work and the current CUDA device is 0. Python
             cannot stop a thread: a late plain function goes on in the background, though not beyond the exit of
@@ -168,6 +170,7 @@ class RewardCaller:
                         error,
                         key,
                         _traceback(error.__cause__),
+                        extra={"reward_error": error},
                     )
 
     def _skipped(self, scores: Sequence[Scores]) -> list[bool]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .options import require
+from grpo_moe.checks import require
+
 from .text import completion_text
 
 

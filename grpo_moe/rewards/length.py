@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .options import is_count, is_finite, require
+from grpo_moe.checks import is_count, is_finite, require
 
 
 def cosine_length_reward(

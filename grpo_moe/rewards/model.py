@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from .options import is_count, require
+from grpo_moe.checks import is_count, require
+from grpo_moe.text import clean
 
 
 class ModelReward:
@@ -110,9 +111,9 @@ def _load(path: str | Path, tokenizer: Any) -> tuple[torch.nn.Module, Any]:
         )
         tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False) if tokenizer is None else tokenizer
     except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
-        reason = " ".join(str(error).split())
+        reason = clean(" ".join(str(error).split()), 500)
         raise ValueError(
-            f"model must be in a folder or on the hub, got {str(path)!r}; see what transformers says: {reason:.500}"
+            f"model must be in a folder or on the hub, got {str(path)!r}; see what transformers says: {reason}"
         ) from error
     if info["missing_keys"]:
         raise ValueError(
@@ -126,9 +127,9 @@ def _moved(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Modul
     try:
         return model.to(torch.device(device))
     except Exception as error:  # of many kinds: no such device, PyTorch without it, no memory on it
-        reason = " ".join(str(error).split())
+        reason = clean(" ".join(str(error).split()), 300)
         raise ValueError(
-            f"device must be one that the model can be moved to, got {device!r}; see what PyTorch says: {reason:.300}"
+            f"device must be one that the model can be moved to, got {device!r}; see what PyTorch says: {reason}"
         ) from error
 
 

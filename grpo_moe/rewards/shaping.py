@@ -1,8 +1,6 @@
 """Rewards computed from a completion's length alone, added to what the reward functions say."""
 
-import math
-
-from .options import is_count, require
+from grpo_moe.checks import is_int, require
 
 
 def soft_overlong_penalty(num_tokens: int, max_completion_length: int, cache_length: int) -> float:
@@ -20,7 +18,7 @@ def soft_overlong_penalty(num_tokens: int, max_completion_length: int, cache_len
         DAPO (2503.14476), section 3.4.
     """
     lengths = (num_tokens, max_completion_length, cache_length)
-    counted = all(is_count(length, -math.inf) for length in lengths)
+    counted = all(map(is_int, lengths))
     require(counted, "num_tokens, max_completion_length and cache_length", "integers", lengths, "count tokens")
     if not 1 <= cache_length <= max_completion_length:
         raise ValueError(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
 
-from grpo_moe.types import check_number
+from grpo_moe.checks import check_number, is_finite
 
 SCALES = ("group", "batch", "none")
 
@@ -89,12 +88,12 @@ def decoupled_rewards(values: torch.Tensor, weights: Sequence[float], *, eps: fl
         [P, G] float64, NaN where no function scored. All equal in a group in which none tells two completions apart.
     """
     listed = isinstance(weights, Sequence) and len(weights) == len(values)
-    if not listed or not all(isinstance(w, int | float) and math.isfinite(w) for w in weights):
+    if not listed or not all(map(is_finite, weights)):
         rule = f"a finite number for each of {len(values)} functions"
         raise ValueError(f"weights must be {rule}, got {weights}; give a list")
     total = torch.zeros(values.shape[1:], dtype=torch.float64)
     for weight, rewards in zip(weights, values, strict=True):
-        total += weight * group_advantages(rewards, scale="group", eps=eps).double()
+        total += float(weight) * group_advantages(rewards, scale="group", eps=eps).double()
     return total.masked_fill(values.isnan().all(0), torch.nan)
 
 

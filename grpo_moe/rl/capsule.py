@@ -15,13 +15,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from grpo_moe.checks import check_int
 from grpo_moe.ops import LossConfig, grpo_loss_from_logps
 from grpo_moe.ops.loss.objective import Count
 from grpo_moe.text import clean
-from grpo_moe.types import RolloutBatch, check_int
+from grpo_moe.types import RolloutBatch
 
 from .batch import select
-from .metrics import atomic_path, parse_json
+from .files import atomic_path, parse_json
 from .policy import Policy
 from .windows import Window
 
@@ -279,14 +280,18 @@ def _damaged(path: str | os.PathLike, what: str) -> ValueError:
 def keep_update(
     folder: Path, batch: RolloutBatch, window: Window, policy: Policy, *, step: int, rank: int, grad_norm: float
 ) -> None:
-    """Saves this process's rows of an update, made or not, as ``update_<step>_<rank>.safetensors``."""
+    """Saves this process's rows of an update as ``update_<step>_<rank>.safetensors``.
+
+    One that was not made, for its gradient, is ``nonfinite_<step>_<rank>.safetensors``.
+    """
     rows = torch.cat(window.micro_batches)
     part = select(batch, rows)
     logps = policy.logps(policy.model, part)  # on every process: the parameters may be sharded
     if not len(rows):
         return
+    kind = "update" if math.isfinite(grad_norm) else "nonfinite"
     save_capsule(
-        folder / f"update_{step:06d}_{rank}.safetensors",
+        folder / f"{kind}_{step:06d}_{rank}.safetensors",
         part,
         policy.args,
         step=step,

@@ -123,6 +123,8 @@ def load_checkpoint(accelerator: Accelerator, path: Path, config: dict[str, Any]
             f"{path} must be a whole checkpoint of this model, got {', '.join(problems)}; {way_back(path)}"
         )
     try:
+        for file in sorted(path.glob("custom_checkpoint_*.pkl")):  # which accelerate unpickles whatever is in it
+            torch.load(file, map_location="cpu", weights_only=True)
         accelerator.load_state(str(path))
     except Exception as error:  # of many kinds: other parameters, other optimiser, other shapes
         raise ValueError(
@@ -203,13 +205,25 @@ def _finish(unfinished: Path, final: Path, state: dict[str, Any]) -> None:
     os.replace(unfinished, final)
     _flush(final.parent)
     if earlier is not None:
-        shutil.rmtree(earlier)
+        _remove(earlier)
 
 
 def _rotate(output_dir: str, step: int, keep: int, best: int | None) -> None:
     for old in [path for path in list_checkpoints(output_dir) if step_of(path) <= step][:-keep]:
         if step_of(old) != best:
-            shutil.rmtree(_put_aside(old))
+            _remove(old, aside=True)
+
+
+def _remove(path: Path, *, aside: bool = False) -> None:
+    """Removes a folder, or a file or link in its place; one that cannot be removed stays, with a warning."""
+    try:
+        path = _put_aside(path) if aside else path
+        if path.is_symlink() or path.is_file():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
+    except OSError as error:
+        logger.warning("%s could not be removed and stays: %s", path, error)
 
 
 def _put_aside(path: Path) -> Path:
@@ -219,7 +233,7 @@ def _put_aside(path: Path) -> Path:
 
 def _remove_unfinished(output_dir: str) -> None:
     for path in Path(output_dir).glob("checkpoint-*.tmp"):
-        shutil.rmtree(path)
+        _remove(path)
 
 
 def _share(accelerator: Accelerator, names: Iterable[str]) -> list[str]:

@@ -16,6 +16,7 @@ from accelerate.utils import gather_object
 from grpo_moe.data import PromptSource, PromptStream
 from grpo_moe.rewards import RewardCaller, soft_overlong_penalty
 from grpo_moe.rollout import RolloutEngine
+from grpo_moe.rollout.base import check_completions
 from grpo_moe.types import Completion, Message, Prompt, SamplingParams
 
 from .advantages import decoupled_advantages, decoupled_rewards, group_advantages, reward_spread
@@ -46,6 +47,7 @@ class _Ahead:
     prompts: list[Prompt]
     position: dict
     """Of the source before these prompts."""
+    sampling: SamplingParams
     completions: Future
 
 
@@ -113,7 +115,8 @@ class Collector:
         """
         position = source.state_dict()
         prompts = self._take(source, self._prompts_to_draw(self.args.prompts_per_rollout, 0, 0))
-        self._ahead = _Ahead(prompts, position, self._thread.submit(self.engine.generate, prompts, sampling))
+        made = self._thread.submit(self.engine.generate, prompts, sampling)
+        self._ahead = _Ahead(prompts, position, sampling, made)
 
     def finish_next(self) -> None:
         """Waits until the engine is idle, as before new weights; what went wrong is raised by ``collect``."""
@@ -141,7 +144,7 @@ class Collector:
         if not prompts:
             return []
         with self.timer(phases[1]):
-            return self._score(prompts, completions)
+            return self._score(prompts, completions, sampling)
 
     def advantages(self, groups: Sequence[Group]) -> torch.Tensor:
         """Advantages [P, G] of this process's groups; a "batch" scale is taken over all processes."""
@@ -156,6 +159,11 @@ class Collector:
         else:
             scaled = group_advantages(rewards, scale=self.args.scale_rewards)
         return scaled[mine : mine + len(groups)]
+
+    @property
+    def _vocab_size(self) -> int | None:
+        config = getattr(self.policy, "config", None)
+        return None if config is None else config.get_text_config().vocab_size
 
     @property
     def _is_decoupled(self) -> bool:
@@ -181,7 +189,7 @@ class Collector:
         with self.timer("rollout"):
             completions = ahead.completions.result()
         with self.timer("reward"):
-            return self._score(ahead.prompts, completions)
+            return self._score(ahead.prompts, completions, ahead.sampling)
 
     def _prompts_to_draw(self, wanted: int, kept: int, generated: int) -> int:
         """Prompts of each process for the next round: those missing, and more in the measure of groups dropped."""
@@ -198,7 +206,8 @@ class Collector:
     def _informative(self, groups):
         return [g for g in groups if not g.skipped and (g.has_signal or not self.args.dynamic_sampling)]
 
-    def _score(self, prompts, completions):
+    def _score(self, prompts, completions, sampling):
+        check_completions(completions, len(prompts), sampling, self.engine, self._vocab_size)
         flat = [c for group in completions for c in group]
         repeated = [p for p, group in zip(prompts, completions, strict=True) for _ in group]
         columns = {name: [p.columns[name] for p in repeated] for name in prompts[0].columns}

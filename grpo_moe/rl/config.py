@@ -1,28 +1,24 @@
-"""GRPOConfig: every option of a training run, checked before anything is loaded; and its command line."""
+"""GRPOConfig: every option of a training run, checked before anything is loaded."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import functools
 import json
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
-import yaml
 from accelerate.utils import LoggerType
-from transformers import HfArgumentParser
 
+from grpo_moe.checks import keep_plain
 from grpo_moe.ops import LossConfig
-from grpo_moe.ops.loss.config import MIN_TEMPERATURE, check_types, option
+from grpo_moe.ops.loss.config import MIN_TEMPERATURE, check_rules, check_types, loss_rules, option
 from grpo_moe.rl.advantages import resolve_scale
-from grpo_moe.text import clean
 
 MAX_OVERSAMPLING = 4.0  # a round of dynamic sampling draws at most this many times the prompts that are missing
 SCHEDULES = (  # those of transformers.get_scheduler that need no further options
@@ -178,7 +174,9 @@ class GRPOConfig(LossConfig):
     )
     log_completions: bool = option(True, "Write the completions of each rollout as parquet.")
     log_total_limit: int | None = option(
-        None, "Files of completions, and capsules of each process, to keep, the newest; unset: all."
+        None,
+        "Files of completions, and of each process capsules by capsule_steps, to keep, the newest; unset: all. "
+        "Capsules of a non-finite gradient all stay.",
     )
     show_progress: bool = option(True, "Show progress, curves and samples in the terminal.")
 
@@ -186,13 +184,12 @@ class GRPOConfig(LossConfig):
         for f in dataclasses.fields(self):
             object.__setattr__(self, f.name, _plain(f.name, getattr(self, f.name)))
         check_types(self)
+        keep_plain(self)
         if self.steps_per_generation is None or isinstance(self.steps_per_generation, _Derived):
             object.__setattr__(self, "steps_per_generation", _Derived(self.gradient_accumulation_steps))
         resolve_scale(self.scale_rewards)
-        for holds, name, rule, fix in chain(self._own_names(), self._own_ranges(), self._own_combinations()):
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}; {fix}")
-        super().__post_init__()
+        own = chain(self._own_names(), self._own_ranges(), self._own_combinations())
+        check_rules(self, chain(own, loss_rules(self)))
 
     @property
     def updates_per_rollout(self) -> int:
@@ -322,7 +319,8 @@ def _plain(name: str, value: Any) -> Any:
     if name == "resume_from_checkpoint" and isinstance(value, bool):
         return "latest" if value else None
     if name in ("output_dir", "resume_from_checkpoint") and isinstance(value, str):
-        return os.path.expanduser(value)  # a shell does, a YAML file does not
+        path = os.path.expanduser(value)  # a shell does, a YAML file does not
+        return os.path.abspath(path) if path and name == "output_dir" else path  # a reward function may change folders
     if name == "chat_template_kwargs" and value is not None:
         return _template_kwargs(value)
     return value
@@ -382,82 +380,3 @@ def _naming_unknown_options(init: Callable) -> Callable:
 
 
 GRPOConfig.__init__ = _naming_unknown_options(GRPOConfig.__init__)
-
-
-def parse_args(
-    *classes: type, argv: list[str] | None = None, defaults: dict[str, Any] | None = None, known_only: bool = False
-) -> tuple:
-    """Reads dataclasses from the command line: flags, over the YAML file of ``--config``, over ``defaults``.
-
-    Args:
-        classes: dataclasses whose fields become flags.
-        argv: arguments without the program's name; those of the process by default.
-        defaults: values of options instead of the classes' own.
-        known_only: pass over flags and YAML options of other classes, to read these first.
-
-    Returns:
-        One instance a class, in order.
-
-    Raises:
-        ValueError: the file is no YAML or names an option that no class has, or a value breaks a class's rules.
-        SystemExit: an unknown flag or a value of the wrong type; argparse prints which.
-    """
-    file_parser = _FileParser(add_help=False, allow_abbrev=False)
-    file_parser.add_argument("--config", help="YAML file with values for any of these options.")
-    # what is read first must leave --help to the parser that knows all options
-    parser = _OptionsParser(classes, allow_abbrev=False, parents=[file_parser], add_help=not known_only)
-    argv = list(sys.argv[1:] if argv is None else argv)
-    names = {f.name for cls in classes for f in dataclasses.fields(cls)}
-    from_file = _read_yaml(file_parser.parse_known_args(argv)[0].config)
-    if not known_only and (unknown := sorted(set(from_file) - names)):
-        raise ValueError(f"options in the --config file must be known, got {', '.join(unknown)}; see --help")
-    merged = {**(defaults or {}), **from_file}
-    parser.set_defaults(**{name: value for name, value in merged.items() if name in names})
-    values = vars(parser.parse_known_args(argv)[0] if known_only else parser.parse_args(argv))
-    return tuple(cls(**{f.name: values[f.name] for f in dataclasses.fields(cls)}) for cls in classes)
-
-
-class _OneLine(argparse.ArgumentParser):
-    """Without the usage before an error, which is a page long."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {clean(message, 500)}; see {self.prog} --help\n")
-
-
-class _FileParser(_OneLine):
-    """Of --config alone."""
-
-
-class _OptionsParser(_OneLine, HfArgumentParser):
-    """Of every option."""
-
-
-class _OneOfEach(yaml.SafeLoader):
-    """Refuses an option that is given twice, of which YAML would take the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise yaml.constructor.ConstructorError(None, None, f"{twice[0]} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)
-
-
-def _read_yaml(path: str | None) -> dict[str, Any]:
-    if path is None:
-        return {}
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.load(file, _OneOfEach)  # a SafeLoader
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or no such date
-        reason = clean(" ".join(str(error).split()), 500)  # YAML's takes several lines
-        raise ValueError(
-            f"--config must be a YAML file, got {path}: {reason}; write 'option: value' lines, see --help"
-        ) from error
-    if content is None:  # an empty file
-        return {}
-    wrong = [type(content)] if not isinstance(content, dict) else [type(k) for k in content if not isinstance(k, str)]
-    if wrong:
-        raise ValueError(
-            f"--config must be a YAML file of 'option: value' lines, got {wrong[0].__name__} in {path}; see --help"
-        )
-    return content

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from .metrics import atomic_path
+from .files import atomic_path
 from .report import Panel, as_label, draw_panel, finish, series
 
 WATERFALL = {

@@ -17,7 +17,8 @@ import numpy as np
 from grpo_moe.text import encodable, steers_or_hides
 
 from .figures import WATERFALL, draw_experts, draw_load, draw_signal, waterfall
-from .metrics import atomic_path, is_number, parse_json, read_metrics
+from .files import atomic_path, is_number, parse_json
+from .metrics import read_metrics
 from .report import LOAD_FILE, METRICS_FILE, plot_curves, series
 
 _SAMPLED_FILES, _ROWS_A_FILE, _TEXT_LIMIT = 3, 4, 4000

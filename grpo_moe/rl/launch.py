@@ -9,6 +9,9 @@ from pathlib import Path
 import torch
 import yaml
 
+DOCTOR_VARIABLE = "GRPO_MOE_DOCTOR"
+"""Environment variable under which :meth:`GRPOTrainer.train` runs the doctor and ends."""
+
 
 def start_all_processes() -> None:
     """Becomes torchrun with N workers if ``accelerate launch --cpu --num_processes N`` started this process alone.

@@ -108,9 +108,8 @@ def _load(path: str | os.PathLike, **kwargs: Any) -> PreTrainedModel:
     policy, info = _from_pretrained(AutoModelForCausalLM, path, "model_name_or_path", **kwargs)
     if missing := sorted(info["missing_keys"]):
         raise ValueError(
-            f"model_name_or_path must have every weight of {type(policy).__name__}, got none for {missing[0]} and "
-            f"{len(missing) - 1} others in {str(path)!r}; transformers would draw them at random: get the whole "
-            "checkpoint"
+            f"model_name_or_path must have every weight of {type(policy).__name__}, got {len(missing)} missing in "
+            f"{str(path)!r}, of which {missing[0]}; transformers would draw them at random: get the whole checkpoint"
         )
     if mxfp4 and kwargs["dtype"] != "auto":  # transformers 5.17 leaves the experts in bf16
         policy.to(kwargs["dtype"])
@@ -196,7 +195,7 @@ def _from_pretrained(auto_class, path: str | os.PathLike, name: str, **kwargs: A
     except Exception as error:  # of many kinds: no files, no network, damaged weights, unknown architecture
         raise ValueError(
             f"{name} must be in a folder or on the hub, got {path!r}: {clean(error, 500)}; give the folder that "
-            "save_pretrained wrote, or mend it"
+            "save_pretrained wrote, or mend it; weights in .bin files: load the model yourself and pass it"
         ) from error
 
 

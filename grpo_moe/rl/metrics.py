@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from accelerate.utils import gather_object
-from safetensors import SafetensorError
+
+from .files import atomic_path, json_lines, strict_json, writing
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -209,7 +208,7 @@ class MetricsWriter:
         """Appends one line; NaN and infinities become null.
 
         Raises:
-            OSError: it cannot be written; naming the file.
+            OSError: as :func:`writing`.
         """
         with writing(self.path), open(self.path, "a", encoding="utf-8") as file:
             file.write(strict_json(metrics) + "\n")
@@ -223,7 +222,7 @@ class MetricsWriter:
         if not self.path.exists():
             return
         with atomic_path(self.path) as temporary, open(temporary, "w", encoding="utf-8") as file:
-            for line in _metrics_lines(self.path):  # never the whole file in memory: it may be of months
+            for line in json_lines(self.path):  # never the whole file in memory: it may be of months
                 if line.get("step") is None or line["step"] <= step:
                     file.write(strict_json(line) + "\n")
 
@@ -232,109 +231,6 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     """Reads a JSON-lines file without a last line torn by a crash; [] where there is no file.
 
     Raises:
-        ValueError: it cannot be read, a line other than the last is not JSON, or one is no object or has a step that is
-            no number; file and line are named.
+        ValueError: as :func:`json_lines`.
     """
-    return list(_metrics_lines(path)) if os.path.exists(path) else []
-
-
-def _metrics_lines(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """The lines of :func:`read_metrics`, one at a time."""
-    try:
-        file = open(path, "rb")
-    except OSError as error:
-        raise ValueError(f"{path} must be a file that can be read, got {error.strerror}; move it away") from error
-    torn = None
-    with file:
-        for number, line in enumerate(file, start=1):
-            if torn is not None:
-                raise torn
-            try:
-                row = parse_json(line)
-            except ValueError as error:  # raised unless it is the last
-                torn = _faulty_line(path, "JSON lines", line, number)
-                torn.__cause__ = error
-                continue
-            if not isinstance(row, dict):
-                raise _faulty_line(path, "JSON objects", line, number)
-            if row.get("step") is not None and not is_number(row["step"]):
-                raise _faulty_line(path, "numbers for step", line, number)
-            yield row
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a finite number that a float can hold."""
-    return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-
-
-def _faulty_line(path: str | os.PathLike, wanted: str, line: bytes, number: int) -> ValueError:
-    line = line.rstrip(b"\r\n")[:80]
-    return ValueError(f"{path} must hold {wanted}, got {line!r} in line {number}; mend or remove the line")
-
-
-def parse_json(text: str | bytes) -> Any:
-    """``json.loads`` of any content.
-
-    Raises:
-        ValueError: it is no JSON, or nested too deep to be ours.
-    """
-    try:
-        return json.loads(text)
-    except RecursionError as error:
-        raise ValueError("JSON is nested too deep") from error
-
-
-def strict_json(value: Any, indent: int | None = None) -> str:
-    """JSON of nested dicts, lists and scalars in ASCII, with null for NaN and infinities.
-
-    Raises:
-        TypeError: a value is none of these.
-    """
-    return json.dumps(to_plain(value), indent=indent, allow_nan=False)
-
-
-def to_plain(value: Any) -> Any:
-    """Python scalars for 0-dim tensors and NumPy scalars, None for NaN and infinities, in nested dicts and lists."""
-    if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if hasattr(value, "item"):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def atomic_path(path: str | os.PathLike) -> Iterator[Path]:
-    """Yields a path beside `path` to write to; it replaces `path` when the block ends and is removed when it raises.
-
-    Raises:
-        OSError: it cannot be written; naming the file.
-    """
-    path = Path(path)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        try:
-            yield temporary
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-@contextmanager
-def writing(path: str | os.PathLike) -> Iterator[None]:
-    """Around the writing of a file or a folder of files, whose errors often name none.
-
-    Raises:
-        OSError: the disk is full or the place cannot be written, with the same errno where it is known.
-    """
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        named = OSError(
-            f"{path} must be in a folder with room that can be written, got: {reason}; free some space or choose "
-            "another folder"
-        )
-        named.errno = getattr(error, "errno", None)
-        raise named from error
+    return list(json_lines(path)) if os.path.exists(path) else []

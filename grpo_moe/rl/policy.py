@@ -62,6 +62,11 @@ class Policy:
         if not self.trainable:
             fix = "unfreeze some" if adapters is None else "load the adapters with is_trainable=True"
             raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
+        if halves := [name for name, p in model.named_parameters() if p.requires_grad and p.dtype == torch.float16]:
+            raise ValueError(
+                f"parameters that train must be float32 (or bfloat16), got float16 in {halves[0]} and "
+                f"{len(halves) - 1} others, which AdamW's first step makes NaN; load the model with dtype=torch.float32"
+            )
         optimizer, self.scheduler = self._optimizers(optimizers)
         accelerator.register_for_checkpointing(self.scheduler)  # prepared, it would be stepped once a process
         if not accelerator.is_fsdp2:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+from collections.abc import Callable
 
 import torch
 from accelerate import Accelerator
@@ -63,6 +64,23 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 def agree(*flags: bool) -> list[bool]:
     """Each flag, true everywhere when it is true on any process."""
     return [any(column) for column in zip(*gather_object([flags]), strict=True)]
+
+
+def on_main(accelerator: Accelerator, work: Callable[[], None]) -> None:
+    """Calls ``work`` on the main process; every process calls this.
+
+    Raises:
+        OSError, ValueError: what ``work`` raised, on every process: none may wait for one that has ended.
+    """
+    error = None
+    try:
+        if accelerator.is_main_process:
+            work()
+    except (OSError, ValueError) as caught:
+        error = caught
+    told = [other for other in gather_object([error]) if other is not None]
+    if told:
+        raise error or told[0]
 
 
 @torch.no_grad()

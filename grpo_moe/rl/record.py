@@ -27,7 +27,7 @@ from .waterfall import add_waterfall
 SAMPLES_SHOWN = 3
 SUMMARY_FILE, CURVES_FILE = "summary.json", "curves.png"
 _FILES = (METRICS_FILE, LOAD_FILE, SUMMARY_FILE, CURVES_FILE)
-_BY_STEP = {"completions": r"completions_(\d+)\.parquet", "capsules": r"update_(\d+)_\d+\.safetensors"}
+_BY_STEP = {"completions": r"completions_(\d+)\.parquet", "capsules": r"(?:update|nonfinite)_(\d+)_\d+\.safetensors"}
 """Folders of a run, and their files of one rollout or update, whose number is the group."""
 _UNFINISHED = r".+\.(jsonl|json|png|html|parquet|safetensors)\.\d+\.tmp"
 """What a killed process was writing."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from grpo_moe.rl.metrics import atomic_path, strict_json, to_plain
+from grpo_moe.rl.files import atomic_path, strict_json, to_plain
 from grpo_moe.text import clean, encodable
 
 METRICS_FILE = "metrics.jsonl"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .checkpoint import load_checkpoint, run_settings, save_checkpoint
-from .run_folder import claim_folder, find_checkpoint, folder_lock, start_run
+from .processes import on_main
+from .run_folder import checksum, claim_folder, find_checkpoint, start_run
+from .run_lock import folder_lock
 from .state import TrainerState
 
 if TYPE_CHECKING:
@@ -39,10 +42,11 @@ def resumed_run(trainer: GRPOTrainer, name: str | bool | None) -> Iterator[None]
     Inside, no other run can start in the folder.
 
     Raises:
-        ValueError: one is training there, or the checkpoint cannot be resumed.
+        ValueError: one is training there, or the checkpoint cannot be resumed; on every process.
+        OSError: the folder cannot be written; on every process.
     """
-    lock = folder_lock(trainer.args.output_dir) if trainer.accelerator.is_main_process else nullcontext()
-    with lock:
+    with ExitStack() as held:
+        on_main(trainer.accelerator, lambda: held.enter_context(folder_lock(trainer.args.output_dir)))
         _resume_run(trainer, name)
         yield
 
@@ -50,18 +54,24 @@ def resumed_run(trainer: GRPOTrainer, name: str | bool | None) -> Iterator[None]
 def _resume_run(trainer: GRPOTrainer, name: str | bool | None) -> None:
     folder = trainer.args.output_dir
     path = find_checkpoint(name, folder) if name else None
+    if path is None and trainer.state.rollouts:
+        return  # a second call of train: this trainer's own run goes on
     if path is None:
-        if trainer.accelerator.is_main_process:
-            if name:
-                print(f"No checkpoint of the last run in {folder}: training starts from the beginning.")
-            trainer.state.run_id = start_run(folder)
+        on_main(trainer.accelerator, lambda: _start_run(trainer, told_to_resume=bool(name)))
         return
     state = load_checkpoint(trainer.accelerator, path, _settings(trainer))
-    if trainer.accelerator.is_main_process:  # it goes on here, wherever the checkpoint stands
-        claim_folder(folder, state["run_id"], keep=path)
+    # it goes on here, wherever the checkpoint stands
+    on_main(trainer.accelerator, lambda: claim_folder(folder, state["run_id"], keep=path))
     trainer.source.load_state_dict(state["source"])
     trainer.state = TrainerState(**{name: state.get(name, v) for name, v in asdict(TrainerState()).items()})
     trainer.timer.totals = dict(trainer.state.phase_seconds)
+
+
+def _start_run(trainer: GRPOTrainer, *, told_to_resume: bool) -> None:
+    if told_to_resume:
+        folder = trainer.args.output_dir
+        print(f"No checkpoint of the last run in {folder}: training starts from the beginning.")
+    trainer.state.run_id = start_run(trainer.args.output_dir)
 
 
 @contextmanager
@@ -73,7 +83,7 @@ def saving_on_error(trainer: GRPOTrainer) -> Iterator[None]:
     position = trainer.collector.position(trainer.source)
     try:
         yield
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if trainer.state.step and trainer.accelerator.num_processes == 1:
             trainer.collector.drop_next()
             trainer.source.load_state_dict(position)
@@ -88,4 +98,12 @@ def _settings(trainer: GRPOTrainer) -> dict[str, Any]:
     """What a continuation of this run must share with it."""
     optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
     weights = dict(zip(trainer.rewards.names, trainer.rewards.weights, strict=True))
-    return run_settings(trainer.args, trainer.adapters, reward_weights=weights, optimizer=optimizer)
+    others = {"vocabulary": checksum(trainer.tokenizer.get_vocab())[:16], "model_config": _math(trainer)}
+    return run_settings(trainer.args, trainer.adapters, reward_weights=weights, optimizer=optimizer, **others)
+
+
+def _math(trainer: GRPOTrainer) -> str:
+    """Digest of what the model's configuration says of its computation, and not of how or where that runs."""
+    how = "_name_or_path architectures dtype grad_ckpt_every moe_dispatch transformers_version use_cache".split()
+    config = json.loads(trainer.policy.config.to_json_string(use_diff=False))
+    return checksum({name: x for name, x in config.items() if name not in how and "implementation" not in name})[:16]

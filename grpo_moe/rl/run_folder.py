@@ -2,83 +2,30 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import logging
 import math
 import os
 import re
-import socket
 import tempfile
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from grpo_moe.text import clean, encodable
+from grpo_moe.text import encodable
 
-from .metrics import parse_json
-
-logger = logging.getLogger(__name__)
+from .files import parse_json
+from .launch import DOCTOR_VARIABLE
+from .run_lock import check_is_free
 
 STATE_FILE = "grpo_state.json"
 STATE_KEYS = {"step", "num_processes", "config", "files", "random_streams", "checksum"}
-RUN_FILE, LOCK_FILE = "run_id", "run.lock"
+RUN_FILE = "run_id"
 RUN_FILES = (
     r"checkpoint-\d+|metrics\.jsonl|expert_load\.jsonl|completions|capsules|summary\.json|model|report\.html"
     r"|(curves|signal|experts|expert_load)\.png"
 )
 """What else a run writes into its folder: a pattern of whole names."""
-
-
-_held: set[Path] = set()
-"""Folders that this process trains in; the kernel's locks do not keep a process from itself."""
-
-
-@contextmanager
-def folder_lock(output_dir: str | os.PathLike) -> Iterator[None]:
-    """Keeps the folder for this process: two runs at once would overwrite each other's metrics and checkpoints.
-
-    The kernel gives it back however the process ends, and no child inherits it.
-
-    Raises:
-        ValueError: another run trains in the folder.
-    """
-    path = (Path(output_dir) / LOCK_FILE).resolve()
-    if path in _held:
-        raise _locked(output_dir, f"process {os.getpid()}, this one")
-    with open(path, "a+", encoding="utf-8") as file:
-        if not _lock(file):
-            file.seek(0)
-            raise _locked(output_dir, clean(file.read(200)) or "another process")
-        _held.add(path)
-        try:
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
-            yield
-        finally:
-            _held.discard(path)
-
-
-def _lock(file: TextIO) -> bool:
-    """False where another process has it."""
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        return False
-    except OSError as error:
-        logger.warning("%s cannot be locked (%s): see to it that no second run writes there", file.name, error)
-    return True
-
-
-def _locked(output_dir: str | os.PathLike, holder: str) -> ValueError:
-    return ValueError(
-        f"output_dir must be of no run that is training, got {str(output_dir)!r}, in which {holder} is; wait until it "
-        "ends, end it, or choose another output_dir"
-    )
 
 
 def start_run(output_dir: str | os.PathLike) -> str:
@@ -193,8 +140,12 @@ def keep_newest(folder: Path, pattern: str, keep: int | None) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_run_folder(output_dir: str, resume_from_checkpoint: str | None) -> None:
+def check_run_folder(output_dir: str, resume_from_checkpoint: str | None, *, trains: bool = True) -> None:
     """Finds out before any work whether the folder can be written and the checkpoint to resume from is there.
+
+    Args:
+        output_dir, resume_from_checkpoint: the options of the run.
+        trains: whether a run starts next, which needs a folder where none is training. The doctor starts none.
 
     Raises:
         ValueError: naming output_dir or resume_from_checkpoint; another run is training in the folder.
@@ -205,9 +156,8 @@ def check_run_folder(output_dir: str, resume_from_checkpoint: str | None) -> Non
         Path(output_dir).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=output_dir):
             pass
-        if (Path(output_dir) / LOCK_FILE).exists() and os.environ.get("RANK", "0") == "0":  # only main holds it later
-            with folder_lock(output_dir):
-                pass
+        if trains and not os.environ.get(DOCTOR_VARIABLE) and os.environ.get("RANK", "0") == "0":  # main alone locks
+            check_is_free(output_dir)
         for name in ("model", "completions", "capsules"):
             if (Path(output_dir) / name).is_file():
                 raise NotADirectoryError(f"{name} in it is a file")

@@ -26,11 +26,12 @@ from .collect import Collector
 from .config import GRPOConfig
 from .doctor import DOCTOR_VARIABLE, Check, doctor, run_doctor
 from .evaluation import evaluate
+from .files import writing
 from .forecast import Utilization, forecast_in_words
 from .guards import out_of_memory_explained, rehearse, rollout_warnings
 from .interrupt import InterruptGuard
 from .loading import TaskData, check_ends, check_vocabulary, load_policy, load_tokenizer
-from .metrics import Metrics, PhaseTimer, writing
+from .metrics import Metrics, PhaseTimer
 from .policy import Policy
 from .processes import agree, check_ranks_agree, end_trackers, make_accelerator
 from .record import RunRecord
@@ -96,7 +97,8 @@ class GRPOTrainer:
                 f"rollout_engine must have generate and sync_weights, got {rollout_engine!r}; make an engine, as "
                 "VLLMEngine(model, tokenizer, ...)"
             )
-        check_run_folder(args.output_dir, args.resume_from_checkpoint)
+        # a folder where another run trains is refused by train alone: evaluate and the doctor write nothing there
+        check_run_folder(args.output_dir, args.resume_from_checkpoint, trains=False)
         on_error, timeout = args.reward_on_error, args.reward_timeout
         self.rewards = RewardCaller(reward_funcs, reward_weights, on_error=on_error, timeout=timeout)
         self.accelerator = make_accelerator(args)  # before the model: processes may share its loading
@@ -157,7 +159,9 @@ class GRPOTrainer:
                         guard.requested, ended, asked.should_evaluate, asked.should_save
                     )
                     evaluates = evaluates or self.state.crossed(self.args.eval_steps, before)
-                    saves = saves or interrupted or self.state.crossed(self.args.save_steps, before)
+                    saves = saves or self.state.crossed(self.args.save_steps, before)
+                    # not while gradients are not finite: these checkpoints would push out the last good ones
+                    saves = interrupted or (saves and not self.state.skipped_in_a_row)
                     if evaluates and not (ended or interrupted):
                         self._evaluate()
                 if saves:
@@ -165,9 +169,10 @@ class GRPOTrainer:
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
                 (done,) = agree(ended or asked.should_training_stop)
-            self.save_model()
-            check_ranks_agree(self.policy)
-            self.state.evaluations["after"] = self._evaluate()
+            with saving_on_error(self):
+                self.save_model()
+                check_ranks_agree(self.policy)
+                self.state.evaluations["after"] = self._evaluate()
             self.callbacks("train_end", self.state)
         end_trackers(self.accelerator)
         return self.record.summary(self.state, dict(self.timer.totals), self.policy.num_parameters())
@@ -190,7 +195,7 @@ class GRPOTrainer:
         )
         with self.timer("logps"):
             batch = self.add_reference_logps(batch)
-        with self.timer("update"):
+        with self.timer("update"), torch.enable_grad():  # whatever a reward function has left behind
             for _ in range(self.args.num_iterations):
                 for window in self.minibatches(batch, advantages.numel()):
                     for number, rows in enumerate(window.micro_batches, start=1):
@@ -263,6 +268,7 @@ class GRPOTrainer:
         if window.num_loss_tokens and (not makes or self.state.crossed(self.args.capsule_steps, before)):
             folder, rank = Path(self.args.output_dir) / "capsules", self.accelerator.process_index
             keep_update(folder, batch, window, self._prepared, step=self.state.step, rank=rank, grad_norm=float(norm))
+            # not those of a non-finite gradient: the first tells why
             keep_newest(folder, rf"update_(\d+)_{rank}\.safetensors", self.args.log_total_limit)
         if makes:
             self.optimizer.step()

@@ -16,10 +16,12 @@ from safetensors.torch import load_model, save_model
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_head import add_token_logps
+from grpo_moe.checks import check_flag, check_int, check_number, keep_plain
+from grpo_moe.text import clean
 from grpo_moe.types import Completion, Prompt
 
 from .batch import Group, batch_logps, collate
-from .metrics import atomic_path
+from .files import atomic_path
 
 Demonstrations = Callable[[int], Sequence[tuple[str, str]]]
 
@@ -42,9 +44,14 @@ class WarmStart:
     """Updates between saves beside the cache, from which an interrupted call goes on; 0 starts again."""
 
     def __post_init__(self):
-        for name, least in (("steps", 1), ("log_every", 0), ("save_every", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        check_int("steps", self.steps, least=1, fix="give a number of updates")
+        check_int("log_every", self.log_every, least=0, fix="0 prints no lines")
+        check_int("save_every", self.save_every, least=0, fix="0 saves nothing on the way")
+        check_number("learning_rate", self.learning_rate, lambda x: x > 0, "above 0", fix="3e-3 is the default")
+        weight = self.router_aux_loss_coef
+        check_number("router_aux_loss_coef", weight, lambda x: x >= 0, "0 or positive", fix="0 leaves the loss out")
+        check_flag("bf16", self.bf16)
+        keep_plain(self)
 
 
 def warm_start(
@@ -68,7 +75,8 @@ def warm_start(
         cache_dir: folder of safetensors files.
         cache_key: JSON values that, with the options and the model's config, determine the result.
     """
-    key = json.dumps([cache_key, asdict(options), model.config.to_diff_dict()], sort_keys=True, default=str)
+    decisive = {name: x for name, x in asdict(options).items() if name not in ("log_every", "save_every")}
+    key = json.dumps([cache_key, decisive, model.config.to_diff_dict()], sort_keys=True, default=str)
     path = Path(cache_dir) / f"warm_start_{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
     state = PartialState()
     model.to(state.device)
@@ -91,7 +99,7 @@ def _train(model, tokenizer, demonstrations, options, unfinished):
         "cosine_with_min_lr", optimizer, 20, options.steps, scheduler_specific_kwargs={"min_lr_rate": 0.1}
     )
     parts = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
-    done = _load_unfinished(unfinished, parts, model.device)
+    done = _load_unfinished(unfinished, parts)
     started = time.perf_counter()
     for step in range(done + 1, options.steps + 1):
         with torch.autocast(model.device.type, torch.bfloat16, enabled=options.bf16):
@@ -109,13 +117,16 @@ def _train(model, tokenizer, demonstrations, options, unfinished):
                 torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, temporary)
 
 
-def _load_unfinished(path: Path, parts: dict, device: torch.device) -> int:
+def _load_unfinished(path: Path, parts: dict) -> int:
     """The updates that an interrupted call had saved, whose state the parts now have; 0 without one."""
     if not path.exists():
         return 0
-    saved = torch.load(path, map_location=device, weights_only=True)
-    for name, part in parts.items():
-        part.load_state_dict(saved[name])
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        for name, part in parts.items():
+            part.load_state_dict(saved[name])
+    except Exception as error:  # of many kinds: cut off, flipped, of another version
+        raise ValueError(f"{path} must be an unfinished warm start, got {clean(error, 300)}; remove it") from error
     print(f"warm start goes on after update {saved['step']}", flush=True)
     return saved["step"]
 

@@ -76,6 +76,52 @@ def check_sampling(sampling: SamplingParams) -> None:
         raise ValueError(f"sampling must be SamplingParams, got {sampling!r}; for example SamplingParams(64)")
 
 
+def check_completions(
+    made: object, num_prompts: int, sampling: SamplingParams, engine: object, vocab_size: int | None = None
+) -> None:
+    """Refuses what an engine must not return: others would be learned from.
+
+    Args:
+        made: what ``generate`` returned.
+        num_prompts, sampling: what it was asked for.
+        engine: named in the message.
+        vocab_size: token ids lie below it; None where nobody knows.
+
+    Raises:
+        ValueError: another number of groups or completions, or one that breaks the rules of :class:`Completion`.
+    """
+    name = f"{type(engine).__name__}.generate"
+    if not isinstance(made, list | tuple) or len(made) != num_prompts:
+        got = len(made) if isinstance(made, list | tuple) else type(made).__name__
+        raise ValueError(f"{name} must return a list of {num_prompts} groups, got {got}; make one for each prompt")
+    for number, group in enumerate(made):
+        if not isinstance(group, list | tuple) or len(group) != sampling.num_generations:
+            got = len(group) if isinstance(group, list | tuple) else type(group).__name__
+            raise ValueError(
+                f"{name} must return {sampling.num_generations} completions a prompt, got {got} for prompt {number}; "
+                "sampling.num_generations says how many"
+            )
+        for completion in group:
+            if fault := _fault_of(completion, sampling.max_new_tokens, vocab_size):
+                raise ValueError(f"{name} must return {fault} for prompt {number}; see grpo_moe.types.Completion")
+
+
+def _fault_of(completion: object, max_new_tokens: int, vocab_size: int | None) -> str | None:
+    """The rule that a completion breaks, and how; None for a good one."""
+    if not isinstance(completion, Completion):
+        return f"Completion objects, got {type(completion).__name__}"
+    ids, scored = completion.token_ids, [x for x in completion.sampling_logps if x is not None]
+    if len(ids) > max_new_tokens:
+        return f"at most max_new_tokens = {max_new_tokens} tokens, got {len(ids)}"
+    if ids and not (min(ids) >= 0 and (vocab_size is None or max(ids) < vocab_size)):
+        return f"token ids from 0 to {'V' if vocab_size is None else vocab_size} - 1, got {min(ids)} to {max(ids)}"
+    if scored and max(scored) > 0.01:  # rounding apart
+        return f"log-probabilities of at most 0, got {max(scored)}"
+    if completion.finish_reason not in ("stop", "length"):
+        return f'finish_reason "stop" or "length", got {completion.finish_reason!r}'
+    return None
+
+
 def check_causal_lm(model: object) -> None:
     """Raises TypeError for what is no transformers model."""
     if not isinstance(model, PreTrainedModel):

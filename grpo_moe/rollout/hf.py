@@ -12,7 +12,8 @@ from transformers.generation import ContinuousBatchingConfig
 
 from grpo_moe.adapters.hf_head import add_token_logps, completion_logps
 from grpo_moe.adapters.routing import RoutingRecord
-from grpo_moe.types import Completion, Prompt, SamplingParams, check_int
+from grpo_moe.checks import check_int
+from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import (
     as_prompts,

@@ -15,9 +15,10 @@ from grpo_moe.adapters.hf_experts import experts_in
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, head_of
 from grpo_moe.adapters.hf_lora import folded_lora
 from grpo_moe.adapters.routing import RoutingRecord
+from grpo_moe.checks import check_int
 from grpo_moe.ops import head_logits
 from grpo_moe.ops.attention.kv_cache import KVCache, bytes_per_row
-from grpo_moe.types import Completion, Prompt, SamplingParams, check_int
+from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import (
     as_prompts,

@@ -21,8 +21,9 @@ import torch
 
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.adapters.routing import RoutingRecord
+from grpo_moe.checks import check_int, check_number, require
 from grpo_moe.text import clean
-from grpo_moe.types import Completion, Prompt, SamplingParams, check_int, check_number, require
+from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import (
     as_prompts,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from safetensors.torch import save_file
 
-from grpo_moe.types import check_int, require
+from grpo_moe.checks import check_int, require
 
 from .weights import buckets, published_weights
 

@@ -6,7 +6,10 @@ import json
 import math
 import re
 import typing
+import warnings
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import yaml
 from hypothesis import given
@@ -121,12 +124,38 @@ def test_a_home_folder_is_meant_by_its_sign(monkeypatch):
     assert (args.output_dir, args.resume_from_checkpoint) == ("/home/x/runs", "/home/x/runs/checkpoint-3")
 
 
-def test_every_kind_of_number_of_numpy_is_a_number_of_a_loss():
-    import numpy as np
+REALS = [np.float16, np.float32, np.float64, np.longdouble, np.int64, Fraction]
 
-    assert LossConfig(epsilon=np.float32(0.25), max_completion_length=np.int64(3)) == LossConfig(
-        epsilon=0.25, max_completion_length=3
-    )
+
+@pytest.mark.parametrize("kind", REALS)
+def test_every_kind_of_number_is_a_number_and_kept_as_pythons(kind):
+    whole = kind if kind is np.int64 else int
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        made = [
+            LossConfig(epsilon=kind(2), max_completion_length=whole(3)),
+            GRPOConfig(epsilon=kind(2), max_completion_length=whole(3)),
+            SamplingParams(whole(3), temperature=kind(2), top_p=kind(1), seed=whole(3)),
+        ]
+    assert made[0] == LossConfig(epsilon=2.0, max_completion_length=3)
+    assert made[1] == GRPOConfig(epsilon=2.0, max_completion_length=3)
+    assert made[2] == SamplingParams(3, temperature=2.0, seed=3)
+    for options in made:
+        json.dumps(dataclasses.asdict(options))
+        assert all(type(value) is not np.float64 for value in vars(options).values())
+
+
+@pytest.mark.parametrize(
+    "value",
+    [np.float16("inf"), np.float32("inf"), np.float32("-inf"), np.float32("nan"), np.float64("inf"), 10**400,
+     np.longdouble("inf"), np.longdouble("1e4000"), Fraction(10**400), np.bool_(True)],
+    ids=lambda value: repr(value)[:30],
+)  # fmt: skip
+@pytest.mark.parametrize("make", [LossConfig, GRPOConfig, lambda **options: SamplingParams(3, **options)])
+def test_numbers_that_are_not_finite_are_named_whatever_their_kind(make, value):
+    with warnings.catch_warnings(), pytest.raises(ValueError, match=r"^temperature must be .+, got .+; .+"):
+        warnings.simplefilter("error")
+        make(temperature=value)
 
 
 @few(80)

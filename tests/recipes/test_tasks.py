@@ -1,3 +1,4 @@
+import importlib
 import json
 import sys
 from pathlib import Path
@@ -34,3 +35,20 @@ def test_a_file_of_prompts_and_answers_becomes_a_task(tmp_path):
 def test_an_unknown_task_is_named():
     with pytest.raises(ValueError, match="task must be countdown or reasoning_gym:<name>, got 'chess'"):
         tasks.make_task("chess", None, tasks.PRESETS["cpu"].countdown, 0)
+
+
+@pytest.mark.parametrize("recipe", ["dapo_gptoss", "pretrain_then_dapo"])
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"warm_start_steps": 0}, "warm_start_steps must be at least 1, got 0; leave it out"),
+        ({"warm_start_steps": "x"}, "warm_start_steps must be an integer of at least 1, got 'x'; leave it out"),
+        ({"warm_start_steps": 2.5}, "warm_start_steps must be an integer of at least 1, got 2.5; leave it out"),
+        ({"preset": "huge"}, "preset must be one of cpu, gpu, h200, got 'huge'; check the spelling"),
+        ({"preset": ["cpu"]}, r"preset must be one of cpu, gpu, h200, got \['cpu'\]; check the spelling"),
+    ],
+    ids=str,
+)
+def test_wrong_options_of_a_recipe_are_named(recipe, wrong, message):
+    with pytest.raises(ValueError, match=message):
+        importlib.import_module(recipe).RecipeConfig(**wrong)

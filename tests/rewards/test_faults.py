@@ -168,6 +168,8 @@ def test_each_kind_is_logged_once_a_function(caplog):
     assert "from now on they are only counted, as raises/exception" in caplog.messages[1]
     assert f"line {raises.__code__.co_firstlineno + 1}, in raises" in caplog.messages[1]  # where it was raised
     assert "got 'x' (str) for row 1" in caplog.messages[2]
+    told = caplog.records[1]
+    assert isinstance(told.reward_error.__cause__, KeyError) and told.exc_info is None  # a formatter writes that raw
 
 
 def test_check_raises_whatever_the_policy():

@@ -1,5 +1,8 @@
 """Group advantages: TRL's values, and the inputs on which other libraries go wrong."""
 
+from fractions import Fraction
+
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -144,6 +147,7 @@ def test_decoupled_advantages_are_left_alone_by_a_column_that_tells_nothing(sile
     expected = decoupled_advantages(told[None], [2.0])
     assert expected.abs().min() > 0.1 and expected.isfinite().all()
     assert torch.equal(decoupled_advantages(columns, [2.0, 3.0]), expected)
+    assert torch.equal(decoupled_advantages(columns, [np.float32(2), Fraction(3)]), expected)
     assert torch.equal(decoupled_advantages(columns.flip(0), [3.0, 2.0]), expected)
     assert (decoupled_advantages(columns[1:], [3.0]) == 0).all()
 

@@ -3,15 +3,20 @@
 Kills at every update and every moment of a save stand in test_kill_and_resume.py, whose script the random ones use.
 """
 
+import errno
+import fcntl
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,10 +28,12 @@ from grpo_moe import GRPOConfig, GRPOTrainer
 from grpo_moe.rl.capsule import save_capsule
 from grpo_moe.rl.display import PlainDisplay
 from grpo_moe.rl.html_report import write_html_report
+from grpo_moe.rl.launch import DOCTOR_VARIABLE
 from grpo_moe.rl.loading import load_policy
 from grpo_moe.rl.metrics import MetricsWriter, read_metrics
 from grpo_moe.rl.report import write_completions, write_summary
-from grpo_moe.rl.run_folder import LOCK_FILE, RUN_FILE, find_checkpoint, folder_lock, list_checkpoints
+from grpo_moe.rl.run_folder import RUN_FILE, check_run_folder, find_checkpoint, list_checkpoints
+from grpo_moe.rl.run_lock import LOCK_FILE, folder_lock
 from grpo_moe.types import RolloutBatch
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits files and mounts as Linux does")
@@ -383,8 +390,9 @@ def test_the_time_left_does_not_follow_the_clock(monkeypatch, capsys):
 def test_a_second_run_in_the_folder_is_refused_and_touches_nothing(saved):
     before = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file() and path.name != LOCK_FILE}
     late = kills.trainer(saved)
+    looks = partial(check_run_folder, str(saved), None)
     with folder_lock(saved):
-        for start in (lambda: kills.trainer(saved), late.train, lambda: late.train(resume_from_checkpoint="latest")):
+        for start in (looks, late.train, partial(late.train, resume_from_checkpoint="latest")):
             with pytest.raises(ValueError, match=f"of no run that is training, got '{saved}', in which process"):
                 start()
     after = {path: path.read_bytes() for path in saved.rglob("*") if path.is_file() and path.name != LOCK_FILE}
@@ -405,7 +413,7 @@ def test_the_folder_is_free_when_its_process_is_killed_whatever_children_it_had(
     child = int(os.read(ready, 20))
     try:
         with pytest.raises(ValueError, match=f"in which process {holder} on .* is; wait until it ends"):
-            kills.trainer(tmp_path)
+            check_run_folder(str(tmp_path), None)
         os.kill(holder, signal.SIGKILL)
         os.waitpid(holder, 0)
         with folder_lock(tmp_path):
@@ -413,3 +421,76 @@ def test_the_folder_is_free_when_its_process_is_killed_whatever_children_it_had(
     finally:
         os.kill(child, signal.SIGKILL)
         os.close(ready), os.close(told)
+
+
+def is_refused_to_another_process(folder):
+    """A fork has no lock, as a process that is started by hand."""
+    child = os.fork()
+    if not child:
+        try:
+            with folder_lock(folder):
+                os._exit(0)
+        except ValueError:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+
+
+def test_the_lock_lasts_whatever_this_process_does_with_the_file(tmp_path):
+    run, copy = tmp_path / "run", tmp_path / "copy"
+    with folder_lock(run):
+        shutil.copytree(run, copy)
+        (run / LOCK_FILE).read_bytes()
+        assert is_refused_to_another_process(run)
+    assert not is_refused_to_another_process(run) and not is_refused_to_another_process(copy)
+
+
+def test_a_child_that_leaves_the_lock_does_not_free_it(tmp_path):
+    with folder_lock(tmp_path):
+        child = os.fork()
+        if child:
+            os.waitpid(child, 0)
+            assert is_refused_to_another_process(tmp_path)
+    if not child:
+        os._exit(0)
+
+
+def test_a_look_at_the_folder_neither_refuses_a_start_nor_changes_the_lock(tmp_path):
+    """A look holds a shared lock for moments."""
+    path = tmp_path / LOCK_FILE
+    path.write_text("process 1 on before")
+    with open(path) as looks:
+        fcntl.flock(looks, fcntl.LOCK_SH)
+        check_run_folder(str(tmp_path), None)
+        assert path.read_text() == "process 1 on before"
+        ends = threading.Timer(0.1, fcntl.flock, (looks, fcntl.LOCK_UN))
+        ends.start()
+        with folder_lock(tmp_path):
+            ends.join()
+            assert path.read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_folder_that_is_gone_at_the_start_is_made_again(tmp_path):
+    with folder_lock(tmp_path / "a" / "run"):
+        assert (tmp_path / "a" / "run" / LOCK_FILE).is_file()
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(OSError, match=f"{tmp_path}/file/run/{LOCK_FILE} must be in a folder .*, got: Not a directory"):
+        with folder_lock(tmp_path / "file" / "run"):
+            pass
+
+
+def test_what_writes_nothing_may_look_into_a_folder_in_training(tmp_path, monkeypatch):
+    with folder_lock(tmp_path):
+        assert kills.trainer(tmp_path).evaluate() is not None
+        monkeypatch.setenv(DOCTOR_VARIABLE, "1")
+        check_run_folder(str(tmp_path), None)  # as recipes do, which the doctor runs
+
+
+def test_a_file_system_without_locks_is_told_of(tmp_path, monkeypatch, caplog):
+    def no_locks(file, kind):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    with folder_lock(tmp_path):
+        assert "cannot be locked ([Errno 37] No locks available): see to it that no second run" in caplog.text
+        with pytest.raises(ValueError, match=f"in which process {os.getpid()}, this one is"), folder_lock(tmp_path):
+            pass

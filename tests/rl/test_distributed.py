@@ -15,6 +15,7 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
 from grpo_moe.rl.run_folder import list_checkpoints
+from grpo_moe.rl.run_lock import folder_lock
 
 SCRIPT = Path(__file__).with_name("distributed_run.py")
 CONFIGS = SCRIPT.parents[2] / "recipes" / "accelerate"
@@ -138,3 +139,11 @@ def test_hybrid_sharding_gives_the_update_of_one_process(tmp_path):
     first, *_ = run(tmp_path / "four", 4, variables, per_device_train_batch_size=2, **options)
     assert first["sharded"]
     assert_equal_parameters(first["parameters"], alone["parameters"], rtol=0, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_folder_in_training_is_refused_on_every_process(tmp_path):
+    with folder_lock(tmp_path):
+        running = start(tmp_path, 2, KINDS["ddp"], max_steps=1, per_device_train_batch_size=4)
+        said, _ = running.communicate(timeout=SECONDS)
+    assert running.returncode and said.count("ValueError: output_dir must be of no run that is training") == 2, said

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from grpo_moe.rl.metrics import Metrics, MetricsWriter, PhaseTimer, atomic_path, read_metrics, strict_json
+from grpo_moe.rl.files import atomic_path, strict_json
+from grpo_moe.rl.metrics import Metrics, MetricsWriter, PhaseTimer, read_metrics
 
 
 def test_mean_is_weighted():

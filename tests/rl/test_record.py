@@ -32,7 +32,8 @@ def earlier_run(path):
         run.log(step, {"reward": 1.0})
         run.completions(step, [group([0.0, 1.0, 0.0, 1.0])], torch.zeros(1, 4))
     (path / "capsules").mkdir()
-    for name in ("update_000003_0.safetensors", "update_000006_1.safetensors", "mine.safetensors"):
+    for name in ("update_000003_0.safetensors", "update_000006_1.safetensors", "nonfinite_000006_0.safetensors",
+                 "mine.safetensors"):  # fmt: skip
         (path / "capsules" / name).touch()
     (path / "completions" / "notes_000006.parquet").touch()
 

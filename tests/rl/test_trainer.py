@@ -14,11 +14,13 @@ import torch
 from accelerate.state import AcceleratorState
 from safetensors.torch import load_file
 from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenizer
-from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3MoeConfig, TrainerCallback
 
 from grpo_moe import GRPOConfig, GRPOTrainer
+from grpo_moe.data import character_tokenizer
 from grpo_moe.ops import grpo_loss
-from grpo_moe.rl.metrics import read_metrics, strict_json
+from grpo_moe.rl.files import strict_json
+from grpo_moe.rl.metrics import read_metrics
 from grpo_moe.rl.routing import load_balancing_loss
 from grpo_moe.rl.run_folder import list_checkpoints
 from grpo_moe.types import Completion
@@ -904,3 +906,101 @@ def test_the_gradient_of_the_load_balancing_loss_does_not_grow_with_the_tokens()
     assert gradients[0][1].abs().max() > 1e-3
     nothing = load_balancing_loss(torch.zeros(1, 4, requires_grad=True), torch.zeros(1, 4), 0)
     assert nothing == 0 and nothing.requires_grad
+
+
+def test_another_model_or_tokenizer_is_refused_on_resume(tmp_path):
+    trainer(tmp_path, max_steps=4, save_steps=2).train()
+    with pytest.raises(ValueError, match="must be those of the checkpoint .*model_config"):
+        trainer(tmp_path, tiny_model(num_experts_per_tok=1)).train(resume_from_checkpoint="latest")
+    other = GRPOTrainer(
+        tiny_model(), share_of_letter, config(tmp_path), prompt_rows(10),
+        processing_class=character_tokenizer("zyxwvutsrqponmlkjihgfedcba "),
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="must be those of the checkpoint .*vocabulary"):
+        other.train(resume_from_checkpoint="latest")
+
+
+def test_a_second_call_of_train_leaves_the_run_where_it_is(tmp_path):
+    run = trainer(tmp_path, max_steps=4, save_steps=2)
+    run.train()
+    steps = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
+    run.train()
+    assert not (tmp_path / "earlier-1").exists() and list_checkpoints(tmp_path)
+    assert steps == [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "reward" in line]
+
+
+@pytest.mark.parametrize("error", [OSError("quota"), SystemExit(3)])
+def test_a_model_that_cannot_be_saved_leaves_a_checkpoint(tmp_path, monkeypatch, error):
+    run = trainer(tmp_path, max_steps=4)
+
+    def refuse(*args, **kwargs):
+        raise error
+
+    monkeypatch.setattr(run.policy, "save_pretrained", refuse)
+    with pytest.raises(type(error)):
+        run.train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
+def test_checkpoints_of_broken_weights_do_not_push_out_good_ones(tmp_path):
+    class Breaks(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 4:
+                next(model.parameters()).data.mul_(math.inf)
+
+    run = GRPOTrainer(
+        tiny_model(), share_of_letter, config(tmp_path, max_steps=20, save_steps=2, save_total_limit=2),
+        prompt_rows(10), processing_class=tokenizer(), callbacks=[Breaks()],
+    )  # fmt: skip
+    with pytest.raises((FloatingPointError, ValueError)):
+        run.train()
+    left = [load_file(path / "model.safetensors") for path in list_checkpoints(tmp_path)]
+    good = [all(x.isfinite().all() for x in weights.values()) for weights in left]
+    assert good == [True, False]  # of update 2, and of update 4 whose gradient was still finite
+
+
+def test_an_old_checkpoint_that_cannot_go_stays_with_a_warning(tmp_path, caplog):
+    trainer(tmp_path, max_steps=4, save_steps=2, save_total_limit=2).train()
+    (tmp_path / "checkpoint-2").rename(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-2").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "checkpoint-9.tmp").write_text("a file")
+    trainer(tmp_path, max_steps=8, save_steps=2, save_total_limit=2).train(resume_from_checkpoint="latest")
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-6", "checkpoint-8"]
+    assert (tmp_path / "elsewhere" / "grpo_state.json").exists() and not list(tmp_path.glob("*.tmp"))
+
+
+def test_half_precision_is_not_trained(tmp_path):
+    with pytest.raises(
+        ValueError, match="parameters that train must be float32 .*got float16 in .*dtype=torch.float32"
+    ):
+        trainer(tmp_path, tiny_model().half())
+
+
+def test_a_reward_function_that_leaves_gradients_off_does_not_stop_the_update(tmp_path):
+    def careless(prompts, completions, **columns):
+        torch.set_grad_enabled(False)
+        return share_of_letter(prompts, completions, **columns)
+
+    try:
+        trainer(tmp_path, reward=careless, max_steps=4).train()
+    finally:
+        torch.set_grad_enabled(True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda group: group[1:], "must return 4 completions a prompt, got 3"),
+        (lambda group: [replace(c, token_ids=(99,) * len(c.token_ids)) for c in group], "token ids from 0 to 30 - 1"),
+        (lambda group: [replace(c, finish_reason="abort") for c in group], "finish_reason .*got 'abort'"),
+        (lambda group: [replace(c, sampling_logps=(5.0,) * len(c.token_ids)) for c in group], "at most 0, got 5.0"),
+        (lambda group: [None] * 4, "Completion objects, got NoneType"),
+        (lambda group: None, "must return 4 completions a prompt, got NoneType"),
+    ],
+)
+def test_what_an_engine_must_not_return_is_named(tmp_path, change, message):
+    run = trainer(tmp_path)
+    generate = run.collector.engine.generate
+    run.collector.engine.generate = lambda prompts, sampling: [change(g) for g in generate(prompts, sampling)]
+    with pytest.raises(ValueError, match=message):
+        run.step()

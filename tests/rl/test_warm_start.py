@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 from tiny import tiny_model, tokenizer
@@ -51,6 +52,12 @@ def test_an_interrupted_call_goes_on_from_its_last_save_to_the_same_bits(tmp_pat
 
     with pytest.raises(KeyboardInterrupt):
         trained("interrupted", interrupted)
+    (unfinished,) = (tmp_path / "interrupted").iterdir()
+    content = unfinished.read_bytes()
+    unfinished.write_bytes(content[:100])
+    with pytest.raises(ValueError, match=f"{unfinished} must be an unfinished warm start, got .*; remove it"):
+        trained("interrupted", interrupted)
+    unfinished.write_bytes(content)
     again = trained("interrupted", interrupted)
     assert asked == [*range(1, 8), 8, *range(6, 13)]
     whole = trained("whole", lambda step: [("ab", "cd" * step)])
@@ -58,8 +65,26 @@ def test_an_interrupted_call_goes_on_from_its_last_save_to_the_same_bits(tmp_pat
     assert [p.suffix for p in (tmp_path / "interrupted").iterdir()] == [".safetensors"]
 
 
-@pytest.mark.parametrize("wrong", [{"steps": 0}, {"save_every": -1}, {"log_every": -1}])
-def test_wrong_options_are_named(wrong):
-    ((name, value),) = wrong.items()
-    with pytest.raises(ValueError, match=f"{name} must be at least .*, got {value}"):
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"steps": 0}, "steps must be at least 1, got 0; give a number of updates"),
+        ({"steps": "5"}, "steps must be an integer of at least 1, got '5'; give"),
+        ({"steps": 2.5}, "steps must be an integer of at least 1, got 2.5; give"),
+        ({"steps": True}, "steps must be an integer of at least 1, got True; give"),
+        ({"save_every": -1}, "save_every must be at least 0, got -1; 0 saves nothing"),
+        ({"log_every": None}, "log_every must be an integer of at least 0, got None; 0 prints no"),
+        ({"learning_rate": np.float32("inf")}, "learning_rate must be a finite number, above 0, got .*inf.*; 3e-3"),
+        ({"router_aux_loss_coef": -0.1}, "router_aux_loss_coef must be 0 or positive, got -0.1; 0 leaves"),
+        ({"bf16": "no"}, "bf16 must be True or False, got 'no'"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_named(wrong, message):
+    with pytest.raises(ValueError, match=message):
         WarmStart(**{"steps": 1, **wrong})
+
+
+def test_options_of_numpy_are_the_same_options():
+    given = WarmStart(steps=np.int64(3), learning_rate=np.float32(0.5))
+    assert given == WarmStart(steps=3, learning_rate=0.5) and type(given.steps) is int

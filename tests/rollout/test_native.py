@@ -359,9 +359,9 @@ def test_halves_whose_rounding_changes_experts_are_compared_under_held_routes(mo
             elif "experts" in name:
                 parameter.mul_(10)
     errors = []
-    measure = hf_decode.Decoder._error_of_steps
+    measure = hf_decode.Decoder._compare_steps
     monkeypatch.setattr(
-        hf_decode.Decoder, "_error_of_steps", lambda *args, **kw: errors.append(measure(*args, **kw)) or errors[-1]
+        hf_decode.Decoder, "_compare_steps", lambda *args, **kw: errors.append(measure(*args, **kw)) or errors[-1]
     )
     NativeEngine(model)
     free, held = errors

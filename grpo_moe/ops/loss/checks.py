@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
+
+from grpo_moe.checks import is_count, is_finite
 
 from .config import LossConfig
 
@@ -112,18 +112,13 @@ def check_count(name: str, count) -> None:
     if isinstance(count, torch.Tensor):
         if count.ndim:
             raise ValueError(f"{name} must be an int or a 0-dim tensor, got shape {tuple(count.shape)}; sum it first")
-    elif not isinstance(count, int | float) or isinstance(count, bool) or not 0 <= count < math.inf:
+    elif not (is_finite(count) and count >= 0):
         raise ValueError(f"{name} must be an int of at least 0 or a 0-dim tensor, got {count!r}; count the tokens")
-
-
-def is_number(x) -> bool:
-    """Whether it is a finite number of Python and no bool."""
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
 
 
 def check_temperature(temperature: float) -> None:
     """A finite number above 0."""
-    if not (is_number(temperature) and temperature > 0):
+    if not (is_finite(temperature) and temperature > 0):
         raise ValueError(
             f"temperature must be finite and above 0, got {temperature!r}; 1.0 leaves the logits as they are"
         )
@@ -131,7 +126,7 @@ def check_temperature(temperature: float) -> None:
 
 def check_chunk_size(chunk_size: int | None) -> None:
     """None, or at least 1."""
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+    if not (chunk_size is None or is_count(chunk_size, 1)):
         raise ValueError(f"chunk_size must be an integer of at least 1, got {chunk_size}; None chooses it")
 
 

@@ -6,11 +6,11 @@ import dataclasses
 import functools
 import itertools
 import math
-import numbers
-import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_type_hints
+
+from grpo_moe.checks import is_finite, is_int, is_number, keep_plain
 
 _PPO_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
 LOSS_TYPES = (*_PPO_TYPES, "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl")
@@ -127,10 +127,8 @@ class LossConfig:
 
     def __post_init__(self):
         check_types(self)
-        rules = itertools.chain(_name_rules(self), _range_rules(self), _loss_type_rules(self), _sampler_rules(self))
-        for holds, name, rule, fix in rules:
-            if not holds:
-                raise ValueError(f"{name} must be {rule}, got {getattr(self, name)!r}; {fix}")
+        keep_plain(self)
+        check_rules(self, loss_rules(self))
 
     @property
     def clip_range(self) -> tuple[float, float]:
@@ -147,7 +145,8 @@ class LossConfig:
         )
 
 
-_NUMBERS = {int: numbers.Integral, float: numbers.Real}  # NumPy's too
+Rules = Iterable[tuple[bool, str, str, str]]  # (holds, option, what it must be, how to mend it)
+_NUMBERS = {int: is_int, float: is_number}
 
 
 def check_types(config: LossConfig) -> None:
@@ -158,12 +157,11 @@ def check_types(config: LossConfig) -> None:
     """
     for name, allowed in _allowed_types(type(config)).items():
         value = getattr(config, name)
-        kinds = tuple(_NUMBERS.get(kind, kind) for kind in allowed)
-        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in allowed):
+        if not any(_NUMBERS[kind](value) if kind in _NUMBERS else isinstance(value, kind) for kind in allowed):
             names = " or ".join("None" if kind is type(None) else kind.__name__ for kind in allowed)
             raise ValueError(f"{name} must be {names}, got {value!r}; check its type")
         no_bound = name == "sampler_clip_max" and value == math.inf
-        if isinstance(value, numbers.Real) and not (abs(value) <= sys.float_info.max or no_bound):
+        if is_number(value) and not (is_finite(value) or no_bound):
             raise ValueError(f"{name} must be finite, got {value!r}; leave it out for its default")
 
 
@@ -172,10 +170,19 @@ def _allowed_types(config: type) -> dict[str, tuple[type, ...]]:
     return {name: get_args(hint) or (hint,) for name, hint in get_type_hints(config).items()}
 
 
-_Rules = Iterator[tuple[bool, str, str, str]]  # (holds, option, what it must be, how to mend it)
+def check_rules(config: LossConfig, rules: Rules) -> None:
+    """Raises ValueError for the first rule that does not hold."""
+    for holds, name, rule, fix in rules:
+        if not holds:
+            raise ValueError(f"{name} must be {rule}, got {getattr(config, name)!r}; {fix}")
 
 
-def _name_rules(config: LossConfig) -> _Rules:
+def loss_rules(config: LossConfig) -> Rules:
+    """Those of the loss options, whose types are right."""
+    return itertools.chain(_name_rules(config), _range_rules(config), _loss_type_rules(config), _sampler_rules(config))
+
+
+def _name_rules(config: LossConfig) -> Rules:
     choices = {
         "loss_type": LOSS_TYPES,
         "kl_estimator": KL_ESTIMATORS,
@@ -186,7 +193,7 @@ def _name_rules(config: LossConfig) -> _Rules:
         yield getattr(config, name) in known, name, f"one of {', '.join(known)}", "check the spelling"
 
 
-def _range_rules(config: LossConfig) -> _Rules:
+def _range_rules(config: LossConfig) -> Rules:
     for name in ("epsilon", "epsilon_high", "beta", "off_policy_mask_threshold"):
         value = getattr(config, name)
         yield value is None or 0 <= value < math.inf, name, "finite and at least 0", "0 is the smallest value"
@@ -201,7 +208,7 @@ def _range_rules(config: LossConfig) -> _Rules:
     yield config.dual_clip is None or 1 < config.dual_clip < math.inf, "dual_clip", "finite and above 1", "3.0 is usual"
 
 
-def _loss_type_rules(config: LossConfig) -> _Rules:
+def _loss_type_rules(config: LossConfig) -> Rules:
     kind = f"with loss_type {config.loss_type!r}"
     default = {field.name: field.default for field in dataclasses.fields(config)}
     for name, readers in _READERS.items():
@@ -222,7 +229,7 @@ def _loss_type_rules(config: LossConfig) -> _Rules:
     yield one_cap, "dual_clip", "None when delta is set", "both cap the loss of negative advantages: keep one"
 
 
-def _sampler_rules(config: LossConfig) -> _Rules:
+def _sampler_rules(config: LossConfig) -> Rules:
     kind = f"with sampler_correction {config.sampler_correction!r}"
     for name in ("sampler_clip_min", "sampler_clip_max"):
         given = getattr(config, name) is not None

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from .checks import check_temperature, is_number
+from grpo_moe.checks import is_finite, keep_plain
+
+from .checks import check_temperature
 
 _CHUNK_BYTES = {"cpu": 64 * 2**20}  # of one chunk's logits; the chunk's working set is about three times that
 _CHUNK_BYTES_ON_DEVICES = 2**30  # small products waste a GPU
@@ -23,10 +25,11 @@ class HeadOptions:
 
     def __post_init__(self):
         check_temperature(self.temperature)
-        if self.softcap is not None and not (is_number(self.softcap) and self.softcap > 0):
+        if self.softcap is not None and not (is_finite(self.softcap) and self.softcap > 0):
             raise ValueError(f"softcap must be finite and above 0, got {self.softcap}; None leaves it out")
-        if not is_number(self.logit_scale):
+        if not is_finite(self.logit_scale):
             raise ValueError(f"logit_scale must be finite, got {self.logit_scale}; 1.0 leaves the logits as they are")
+        keep_plain(self)  # kernels take no other numbers
 
 
 @dataclass

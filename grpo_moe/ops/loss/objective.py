@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from grpo_moe.checks import plain
+
 from .checks import check_count, check_loss_inputs
 from .config import LossConfig
 from .policy import MAX_LOG_RATIO, POLICY_LOSSES, PolicyInputs, PolicyLoss, bounded_difference, row_mean, row_sum
@@ -328,7 +330,7 @@ def _fates(tokens: torch.Tensor, stops: dict[str, torch.Tensor | None]) -> dict[
 def _at_least_one(name: str, count: Count | None, local: Count) -> Count:
     count = local if count is None else count
     check_count(name, count)
-    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(count, 1)
+    return count.clamp(min=1) if isinstance(count, torch.Tensor) else max(plain(count), 1)
 
 
 _LEVELS = {"token": lambda log_ratio, mask: log_ratio, "sequence": row_mean}

@@ -83,7 +83,7 @@ def moe_experts(
     tensors = (hidden_states, gate_up_proj, down_proj, gate_up_bias, down_bias)
     _check_once(*tensors, top_k_index, top_k_weights, transposed, layout == "joint")
     if activation == "gpt_oss":
-        check_clamp(alpha, limit)
+        alpha, limit = check_clamp(alpha, limit)
     known = type(activation) is str and activation in ACTIVATIONS and layout in GATED_LAYOUTS
     if check:
         check_index(top_k_index, len(gate_up_proj))
@@ -143,6 +143,21 @@ def _check_once(*given) -> None:
         _check_inputs(*given)
         return
     *tensors, transposed, joint = given
+    try:
+        forms = [None if x is None else (x.shape, x.dtype, x.device, x.layout) for x in tensors]
+        seen = (*forms, transposed, joint, torch.is_autocast_enabled(tensors[0].device.type))
+        known = seen in _accepted
+    except (AttributeError, RuntimeError, TypeError):  # no tensors, or meta tensors
+        known = False
+    if not known:
+        _check_tensors(tensors)
+        _check_inputs(*given)
+        if len(_accepted) >= 4096:  # every number of tokens is a form of its own
+            _accepted.clear()
+        _accepted.add(seen)
+
+
+def _check_tensors(tensors: list) -> None:
     for name, x in zip(_NAMES, tensors, strict=True):
         optional = x is None and name.endswith("bias")
         if not (optional or isinstance(x, torch.Tensor)) or (x is not None and x.layout != torch.strided):
@@ -150,13 +165,6 @@ def _check_once(*given) -> None:
             raise ValueError(f"{name} must be a dense tensor, got {got}; torch.as_tensor or to_dense() makes one")
     if tensors[0].is_meta:
         raise ValueError("hidden_states must hold numbers, got a meta tensor; load the model's weights first")
-    forms = [None if x is None else (x.shape, x.dtype, x.device) for x in tensors]
-    seen = (*forms, transposed, joint, torch.is_autocast_enabled(tensors[0].device.type))
-    if seen not in _accepted:
-        _check_inputs(*given)
-        if len(_accepted) >= 4096:  # every number of tokens is a form of its own
-            _accepted.clear()
-        _accepted.add(seen)
 
 
 _NAMES = (

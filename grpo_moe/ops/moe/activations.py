@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch.nn import functional as F
+
+from grpo_moe.checks import is_finite, is_number
 
 ACTIVATIONS = ("silu", "gelu_tanh", "gpt_oss")
 GATED_LAYOUTS = ("concatenated", "interleaved")
@@ -30,12 +31,13 @@ def gpt_oss(gate: torch.Tensor, up: torch.Tensor, *, alpha: float, limit: float)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
-def check_clamp(alpha: float, limit: float) -> None:
-    """Raises ValueError unless alpha is a finite number and limit one above 0, or inf for no clamp."""
-    if not (isinstance(alpha, int | float) and math.isfinite(alpha)):
+def check_clamp(alpha: float, limit: float) -> tuple[float, float]:
+    """Both as Python's floats; raises ValueError unless alpha is finite and limit above 0, or inf for no clamp."""
+    if not is_finite(alpha):
         raise ValueError(f"alpha must be a finite number, got {alpha!r}; 1.702 is GPT-OSS's")
-    if not (isinstance(limit, int | float) and limit > 0):
+    if not (is_number(limit) and limit > 0):
         raise ValueError(f"limit must be a number above 0, got {limit!r}; 7.0 is GPT-OSS's, inf does not clamp")
+    return float(alpha), float(limit)
 
 
 def check_output(output: torch.Tensor, expected: tuple[int, int]) -> None:

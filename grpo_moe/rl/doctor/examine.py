@@ -23,9 +23,6 @@ from .sample import Check, roll_out
 if TYPE_CHECKING:
     from grpo_moe.rl.trainer import GRPOTrainer
 
-DOCTOR_VARIABLE = "GRPO_MOE_DOCTOR"
-"""Environment variable under which :meth:`GRPOTrainer.train` runs the doctor and ends."""
-
 
 def doctor(trainer: GRPOTrainer) -> list[Check]:
     """Every check, on two prompts' completions and one forward and backward of each.

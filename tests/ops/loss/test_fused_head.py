@@ -1,7 +1,9 @@
 """`token_logps` against the full-logits reference: values, every gradient, every option, every dtype of a CPU."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from numerics import assert_no_worse_than
@@ -339,3 +341,12 @@ def test_peaked_logits_far_below_zero_see_no_column_beyond_the_vocabulary(vocab_
     tolerance = 2e-2 if dtype == torch.bfloat16 else 1e-3
     for a, t in zip(*gradients, strict=True):
         torch.testing.assert_close(a.double(), t, rtol=tolerance, atol=tolerance * 0.1)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, Fraction, int])
+def test_every_kind_of_number_is_a_number_of_a_head(kind):
+    hidden, weight, ids = torch.randn(3, 4), torch.randn(5, 4), torch.arange(3)
+    options = {"temperature": 2.0, "logit_scale": 3.0, "softcap": 4.0}
+    given = {name: kind(value) for name, value in options.items()}
+    expected = token_logps(hidden, weight, ids, **options, chunk_size=2)
+    assert torch.equal(token_logps(hidden, weight, ids, **given, chunk_size=np.int64(2)), expected)

@@ -4,7 +4,9 @@ The kernels run on a GPU if there is one, else under Triton's interpreter (see c
 """
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from numerics import assert_no_worse_than
@@ -327,6 +329,12 @@ def test_wrong_arguments_are_named(change, message):
     arguments = {"logits": torch.zeros(2, 3, 5, device="cpu"), "completion_ids": IDS}
     with pytest.raises(ValueError, match=message):
         logps_from_logits(**arguments | change)
+
+
+@pytest.mark.parametrize("kind", [np.float32, np.float64, np.int64, Fraction, int])
+def test_every_kind_of_number_is_a_temperature(kind, path):
+    logits, ids = make_inputs(1, 2, 5)
+    assert torch.equal(*(logps_from_logits(logits, ids, temperature=t) for t in (kind(2), 2.0)))
 
 
 def test_id_out_of_range_that_a_gpu_does_not_check_gives_nan(path, monkeypatch):

@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import math
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -635,3 +637,10 @@ def test_the_logged_kl_is_the_estimate_whatever_the_loss_makes_of_it():
             config = LossConfig(beta=7.0, kl_estimator=name, use_bias_correction_kl=corrected)
             stats = run(config, poisoned(batch))[0].stats
             torch.testing.assert_close(stats["kl"], expected[mask].mean())
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, Fraction])
+def test_every_kind_of_number_is_an_option_and_a_count(kind):
+    batch = make_batch()
+    made = [run(LossConfig(beta=x(1), epsilon_high=x(2)), batch, num_loss_tokens=x(7)) for x in (kind, float)]
+    assert torch.equal(made[0][0].loss, made[1][0].loss) and torch.equal(made[0][1], made[1][1])

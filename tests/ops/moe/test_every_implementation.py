@@ -1,7 +1,9 @@
 """What every implementation of the experts must do alike: odd sizes and indices, autocast, dirty memory, inference."""
 
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 from expert_cases import DEVICE, NAMES, assert_close, make_experts, outcome, truth
@@ -45,6 +47,16 @@ def assert_index_is_kept(made, given, expected, tolerance):
     idle[index[routed]] = False
     for name in ("gate_up_proj", "down_proj", "gate_up_bias", "down_bias"):
         assert not made[name][idle].count_nonzero(), name
+
+
+@pytest.mark.parametrize("impl", moe.IMPLEMENTATIONS)
+@pytest.mark.parametrize("kind", [np.float32, Fraction])
+def test_every_kind_of_number_is_a_number_of_gpt_oss(impl, kind):
+    tensors, upstream = make_experts(2, 3, 16, 8, 2)
+    numbers = [{"alpha": kind(1.75), "limit": kind(0.5)}, {"alpha": 1.75, "limit": 0.5}]
+    options = {"impl": impl, "activation": "gpt_oss"}
+    made, expected = (outcome(moe_experts, tensors, upstream, torch.float32, **options, **x) for x in numbers)
+    assert all(torch.equal(made[name], x) for name, x in expected.items())
 
 
 @each_implementation
