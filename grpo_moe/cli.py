@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import dataclasses
 import json
 import os
@@ -247,7 +248,7 @@ def _doctor(argv: list[str]) -> int:
     sys.argv = [str(recipe), *arguments.arguments]
     sys.path.insert(0, str(recipe.resolve().parent))  # as for a script: its neighbours can be imported
     try:
-        compile(recipe.read_bytes(), str(recipe), "exec")
+        ast.parse(recipe.read_bytes(), str(recipe))
     except (SyntaxError, ValueError) as error:  # ValueError: a null byte
         raise ValueError(f"recipe must be Python, got {recipe}: {clean(error, 500)}; mend it") from error
     try:
