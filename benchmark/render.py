@@ -16,6 +16,20 @@ POINT_FIELDS = {
     "rollout": ("shape", "batch", "prompt", "new_tokens"),
     "rollout_profile": ("shape", "batch", "prompt", "new_tokens"),
     "rollout_mismatch": ("shape", "dtype", "batch", "prompt", "new_tokens", "routes"),
+    "grpo_step": (
+        "shape",
+        "world",
+        "micro_batch",
+        "prompt",
+        "completion",
+        "gradient_checkpointing",
+        "lora",
+        "lora_experts",
+        "padding_free",
+        "random_rollouts",
+    ),
+    "trl_step": ("shape", "prompts", "generations", "prompt", "completion", "micro_batch"),
+    "pretrain_then_dapo": ("objective", "routing_replay", "seed"),
 }
 """What makes a row of an op's table; its columns are the implementations."""
 ERROR_FIELDS = {
@@ -83,6 +97,13 @@ def _errors(op: str, lines: list[dict]) -> list[str]:
 def _cell(line: dict) -> str:
     if "error" in line:
         return "failed"
+    if "pass_rate_after" in line:
+        return f"{line['pass_rate_before']:.3f} -> {line['pass_rate_after']:.3f}, {line['updates']} updates"
+    if "seconds_rollout" in line:
+        phases = {name.removeprefix("seconds_"): x for name, x in line.items() if name.startswith("seconds_")}
+        peaks = [x for name, x in line.items() if name.startswith("peak_gib") and x is not None]
+        text = ", ".join(f"{name} {seconds:.3g} s" for name, seconds in phases.items())
+        return f"{text}, {max(peaks):.1f} GiB" if peaks else text
     ms = next((line[name] for name in TIMES if name in line), None)
     text = f"mean {line['mean_abs']:.1e}, KL {line['kl']:.1e}" if ms is None else f"{ms:.4g} ms"
     text += f" ({line['p20']:.4g}-{line['p80']:.4g})" if "p20" in line else ""

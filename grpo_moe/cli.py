@@ -242,15 +242,15 @@ def _doctor(argv: list[str]) -> int:
     recipe = Path(arguments.recipe)
     if not recipe.is_file():
         raise ValueError(f"recipe must be a Python file, got {arguments.recipe!r}; there is none")
+    try:
+        ast.parse(recipe.read_bytes(), str(recipe))
+    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
+        raise ValueError(f"recipe must be Python, got {recipe}: {clean(error, 500)}; mend it") from error
     from grpo_moe.rl.doctor import DOCTOR_VARIABLE
 
     os.environ[DOCTOR_VARIABLE] = "1"
     sys.argv = [str(recipe), *arguments.arguments]
     sys.path.insert(0, str(recipe.resolve().parent))  # as for a script: its neighbours can be imported
-    try:
-        ast.parse(recipe.read_bytes(), str(recipe))
-    except (SyntaxError, ValueError) as error:  # ValueError: a null byte
-        raise ValueError(f"recipe must be Python, got {recipe}: {clean(error, 500)}; mend it") from error
     try:
         runpy.run_path(str(recipe), run_name="__main__")
     except ModuleNotFoundError as error:

@@ -17,6 +17,7 @@ Writes metrics.jsonl, summary.json (pass rates on held-out problems before and a
 
 from dataclasses import dataclass, field
 
+import torch
 from running import run, train, use_all_cores
 from tasks import PRESETS, countdown_task, warm_started_policy
 
@@ -37,7 +38,9 @@ class RecipeConfig:
     """What to train, and how large."""
 
     objective: str = field(default="dapo", metadata={"help": f"One of {', '.join(OBJECTIVES)}."})
-    preset: str = field(default="h200", metadata={"help": f"Size: {', '.join(PRESETS)}."})
+    preset: str = field(
+        default="h200" if torch.cuda.is_available() else "cpu", metadata={"help": f"Size: {', '.join(PRESETS)}."}
+    )
     warm_start_steps: int | None = field(
         default=None, metadata={"help": "Supervised updates before RL; the preset's if unset."}
     )

@@ -97,3 +97,11 @@ def test_bytes_of_calls_reads_a_report_of_ncu(bench):
     table = [f'"{i}","42","{kernel}","{metric}","byte","{value}"' for i, kernel, metric, value in rows]
     assert bench.bytes_of_calls("\n".join(["==PROF== Connected", header, *table])) == [1320, 5]
     assert bench.bytes_of_calls("==ERROR== no permission") == []
+
+
+def test_the_lines_that_are_kept_are_rendered_as_the_readme_says(bench):
+    import render
+
+    text = render.render(render.read_lines(ROOT / "benchmark" / "results" / "h200.jsonl"))
+    assert "| qwen3 | 8 | 8 | 128 | 256 | 16 | step 0.794 s, rollout 0.389 s, rest 0.405 s, 58.9 GiB |" in text
+    assert "| dapo | none | 0 | 0.152 -> 0.456, 164 updates |" in text
