@@ -37,7 +37,7 @@ def launch(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", [RECIPES[0], pytest.param(RECIPES[1], marks=pytest.mark.slow)])
 def test_tiny_learns_and_its_model_loads_in_plain_transformers(recipe, tmp_path, launch):
     code, output = launch(recipe, "--tiny")
     assert code == 0, output

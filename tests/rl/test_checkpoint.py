@@ -389,6 +389,7 @@ def die_at(moment):
 # --- two processes
 
 
+@pytest.mark.slow
 def test_two_processes_agree_on_damage_and_on_failure(tmp_path):
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__, str(tmp_path)]
     done = subprocess.run(

@@ -357,7 +357,7 @@ def test_the_table_names_what_to_do_and_the_exit_code_follows(tmp_path, capsys):
     assert run_doctor(run) == 0
     out = capsys.readouterr().out
     assert "no check failed" in out and "fix:" not in out
-    answers(run, lambda c: replace(c, sampling_logps=tuple(x + 1 for x in c.sampling_logps)))
+    answers(run, lambda c: replace(c, sampling_logps=tuple(x - 1 for x in c.sampling_logps)))
     assert run_doctor(run) == 1
     out = capsys.readouterr().out
     assert "FAIL rollout log-probs" in out and "must be mean |difference|" in out and "1 of 11 checks failed" in out
