@@ -440,7 +440,7 @@ def test_a_ddp_model_records_and_replays(tmp_path):
     model = tiny_moe("qwen3_moe").train()
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
-        wrapped = nn.parallel.DistributedDataParallel(model)
+        wrapped, loss = nn.parallel.DistributedDataParallel(model), None
         replay = RoutingReplay(wrapped)
         enable_checkpointing(model, replay.checkpointing_kwargs)
         record = record_of(wrapped, replay)
@@ -452,6 +452,7 @@ def test_a_ddp_model_records_and_replays(tmp_path):
         for made in (seen[:2], seen[2:]):
             assert torch.equal(as_record(made, record), record.indices)
     finally:
+        del wrapped, loss  # before the group: its last user may not free it while gloo's threads wait for Python
         torch.distributed.destroy_process_group()
 
 
