@@ -25,8 +25,6 @@ _MODULES = {
     "GptOssLiteConfig": ".models.gptoss_lite",
     "GptOssLiteForCausalLM": ".models.gptoss_lite",
 }
-
-
 _PARTS = {"adapters", "data", "models", "ops", "planning", "rewards", "rl", "rollout", "types"}
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from grpo_moe.arguments import OneLineParser
-from grpo_moe.text import clean
+from grpo_moe.text import clean, printable
 
 if TYPE_CHECKING:
     from grpo_moe.rl.config import GRPOConfig
@@ -44,8 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _COMMANDS[chosen.command](chosen.arguments)
     except ValueError as error:
-        from grpo_moe.text import printable
-
         print(f"grpo-moe {chosen.command}: error: {printable(error)}", file=sys.stderr)
         return 2
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ from .run_lock import folder_lock
 from .state import TrainerState
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
     from .trainer import GRPOTrainer
 
 
@@ -98,8 +101,14 @@ def _settings(trainer: GRPOTrainer) -> dict[str, Any]:
     """What a continuation of this run must share with it."""
     optimizer = type(getattr(trainer.optimizer, "optimizer", trainer.optimizer)).__name__
     weights = dict(zip(trainer.rewards.names, trainer.rewards.weights, strict=True))
-    others = {"vocabulary": checksum(trainer.tokenizer.get_vocab())[:16], "model_config": _math(trainer)}
+    others = {"vocabulary": _vocabulary(trainer.tokenizer), "model_config": _math(trainer)}
     return run_settings(trainer.args, trainer.adapters, reward_weights=weights, optimizer=optimizer, **others)
+
+
+@lru_cache(maxsize=1)  # not all tokens again at every save
+def _vocabulary(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Digest of a tokenizer's tokens and their ids."""
+    return checksum(tokenizer.get_vocab())[:16]
 
 
 def _math(trainer: GRPOTrainer) -> str:
