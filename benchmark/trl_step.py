@@ -53,7 +53,8 @@ def settings(options, folder: str, on_gpu: bool) -> dict:
         output_dir=folder, max_steps=options.steps, bf16=on_gpu, use_cpu=not on_gpu, beta=0.0, loss_type="dapo",
         epsilon=0.2, epsilon_high=0.28, learning_rate=options.learning_rate, lr_scheduler_type="constant",
         per_device_train_batch_size=options.micro_batch, gradient_accumulation_steps=rows // options.micro_batch,
-        num_generations=options.generations, max_completion_length=options.completion, temperature=1.0, seed=0,
+        num_generations=options.generations, max_completion_length=options.completion, temperature=1.0,
+        seed=options.seed,
         log_completions=False, router_aux_loss_coef=0.0, gradient_checkpointing=False, max_grad_norm=1.0,
     )  # fmt: skip
 
@@ -148,7 +149,7 @@ def measure(impl: str, name: str, options, device: torch.device) -> dict:
         "elapsed": [round(x["elapsed"], 2) for x in made], "first_step_seconds": made[0]["step"],
         "prompts": options.prompts, "generations": options.generations, "prompt": options.prompt,
         "completion": options.completion, "micro_batch": options.micro_batch,
-        "learning_rate": options.learning_rate,
+        "learning_rate": options.learning_rate, "seed": options.seed,
     }  # fmt: skip
 
 
@@ -162,6 +163,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--completion", type=int, default=256)
     parser.add_argument("--micro_batch", type=int, default=16)
     parser.add_argument("--learning_rate", type=float, default=2e-5)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     versions = {name: harness.package_version(name) for name in ("trl", "transformers", "accelerate")}
