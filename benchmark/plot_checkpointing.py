@@ -9,7 +9,7 @@ times :func:`grpo_moe.planning.checkpoint_step_factor`.
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from harness import read_lines
@@ -20,8 +20,17 @@ from grpo_moe.planning import checkpoint_step_factor
 LAYERS, WANTED = 12, {"op": "grpo_step", "shape": "gptoss_lite", "completion": 3968, "random_rollouts": True}
 
 
-def main(source: str, target: str) -> None:
-    lines = [x for x in read_lines(Path(source)) if WANTED.items() <= x.items() and "error" not in x]
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("lines", type=Path, help="JSON lines of grpo_step.py")
+    parser.add_argument("png", type=Path, help="the picture")
+    options = parser.parse_args(argv)
+    plot(options.lines, options.png)
+
+
+def plot(source: Path, target: Path) -> None:
+    """Both curves of the lines in ``source``, as a PNG."""
+    lines = [x for x in read_lines(source) if WANTED.items() <= x.items() and "error" not in x]
     by_period = {x["gradient_checkpointing"]: x for x in lines}  # the last run of each
     periods = [p for p in (1, 2, 3, 4, 6, 12, 0) if p in by_period]
     names = [str(p) if p else "none" for p in periods]
@@ -44,4 +53,4 @@ def main(source: str, target: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

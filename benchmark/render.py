@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import sys
+import argparse
 from pathlib import Path
 
 from harness import read_lines
@@ -124,11 +124,11 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
     return ["| " + " | ".join(row) + " |" for row in [header, ["---"] * len(header), *rows]]
 
 
-def main(paths: list[str]) -> None:
-    if not paths:
-        raise SystemExit("usage: python benchmark/render.py FILE.jsonl ...")
-    print(render([line for path in paths for line in read_lines(Path(path))]))
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="JSON lines of benchmarks")
+    print(render([line for path in parser.parse_args(argv).files for line in read_lines(path)]))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

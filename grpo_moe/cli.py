@@ -34,7 +34,25 @@ grpo-moe COMMAND --help says more.
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command; returns 0, 1 for what the doctor faults or a plan that does not fit, 2 for wrong input."""
+    """Runs one command.
+
+    Returns:
+        0; 1 for what the doctor faults or a plan that does not fit, 2 for wrong input, 141 (128 + SIGPIPE) where nobody
+        reads the output any more, as under ``| head``.
+    """
+    try:
+        try:
+            return _run(argv)
+        finally:
+            sys.stdout.flush()  # not at the interpreter's end, where nobody could catch it
+    except BrokenPipeError:
+        if not _output_is_closed():  # another pipe, as of a recipe
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what is left must go somewhere
+        return 141
+
+
+def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(
         prog="grpo-moe", epilog=_COMMANDS_HELP, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -46,6 +64,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"grpo-moe {chosen.command}: error: {printable(error)}", file=sys.stderr)
         return 2
+
+
+def _output_is_closed() -> bool:
+    try:
+        print(flush=True)  # a line: under python -u there is nothing to flush
+    except BrokenPipeError:
+        return True
+    return False
 
 
 def _add_rest(parser: argparse.ArgumentParser, text: str | None = None) -> None:
@@ -104,6 +130,7 @@ def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any
         ),
         (gpu, num_gpus, sharding),
     )
+    _check_context(config, options.model, run)
     plan = planning.plan_memory(shape, run, *where)
     flops = planning.grpo_step_flops(
         shape,
@@ -119,7 +146,8 @@ def _plan_report(args: GRPOConfig, options: argparse.Namespace) -> dict[str, Any
     )
     try:
         period = planning.choose_checkpointing(shape, run, *where)
-        checkpointing = "none needed" if period is None else f"every {period} blocks" if period > 1 else "every block"
+        flags = f"--gradient_checkpointing --gradient_checkpointing_every {period}"
+        checkpointing = "none needed" if period is None else flags
     except ValueError:
         checkpointing = "does not fit with every block checkpointed either"
     others = () if num_gpus == 1 else ("ddp", "fsdp2")
@@ -178,9 +206,25 @@ def _bad_model(model: str, error: Exception) -> ValueError:
     )
 
 
+def _context(config: Any) -> int | None:
+    """Positions of the model; None where its configuration sets no limit."""
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or None
+
+
+def _check_context(config: Any, model: str, run: Any) -> None:
+    context = _context(config)
+    if not isinstance(context, int | None):
+        raise _bad_model(model, ValueError(f"max_position_embeddings is {context!r}"))
+    if context is not None and run.tokens > context:
+        raise ValueError(
+            f"prompt_tokens + max_completion_length must be at most the {context} positions of {model}, got "
+            f"{run.prompt_tokens} + {run.completion_tokens}; lower --max_completion_length or --prompt_tokens"
+        )
+
+
 def _most_tokens(config: Any, prompt_tokens: int) -> int:
     """Of a completion in the model's context."""
-    return max(1, (getattr(config.get_text_config(), "max_position_embeddings", None) or 2**17) - prompt_tokens)
+    return max(1, (_context(config) or 2**17) - prompt_tokens)
 
 
 def _plan_table(report: dict[str, Any]) -> str:
@@ -273,9 +317,14 @@ def _replay(argv: list[str]) -> int:
     from grpo_moe.ops import LossConfig
     from grpo_moe.rl.capsule import load_capsule, loss_options, replay_capsule, replay_table
 
-    texts = {field.name: field.metadata["help"] for field in dataclasses.fields(LossConfig)}
-    for name, read in loss_options().items():
-        parser.add_argument(f"--{name}", type=read, default=argparse.SUPPRESS, help=texts[name])
+    readers = loss_options()
+    for field in dataclasses.fields(LossConfig):
+        name, is_flag = field.name, isinstance(field.default, bool)
+        bare = {"nargs": "?", "const": True} if is_flag else {}
+        text = {"default": argparse.SUPPRESS, "help": field.metadata["help"]}
+        parser.add_argument(f"--{name}", type=readers[name], **bare, **text)
+        if is_flag:  # as in the options of a recipe
+            parser.add_argument(f"--no_{name}", action="store_false", dest=name, **text)
     changes = vars(parser.parse_args(argv))
     capsule = load_capsule(changes.pop("capsule"))
     print(f"update {clean(capsule.step)}: {clean(capsule.reason)}")

@@ -20,6 +20,8 @@ from grpo_moe.text import clean
 from grpo_moe.types import Prompt
 
 _BATCH_ROWS = 1000  # tokenised at a time
+_MOST_ROWS = 100_000  # of a stream that is read as a whole
+_SAMPLED_ROWS = 50  # whose columns a checkpoint remembers
 _OWN_ARGUMENTS = {
     "add_generation_prompt", "continue_final_message", "conversation", "max_length", "padding", "return_dict",
     "return_assistant_tokens_mask", "return_tensors", "tokenize", "tokenizer_kwargs", "truncation",
@@ -103,6 +105,8 @@ class PromptSource:
         self._seed = seed
         self._shuffle = shuffle
         self._fingerprint = _fingerprint(prompts)
+        sampled = sorted({number * len(prompts) // _SAMPLED_ROWS for number in range(_SAMPLED_ROWS)})
+        self._columns = _columns_fingerprint([dataset[row] for row in sampled])
         self._input_ids = _tokenize(prompts, rows, tokenizer, chat_template_kwargs or {})  # [num_rows] int32 arrays
         self._order: tuple[int, np.ndarray] | None = None  # an epoch and its permutation
         _check_lengths(self._input_ids, rows, max_prompt_tokens)
@@ -150,6 +154,8 @@ class PromptSource:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state` was taken, at no cost whatever the position.
 
+        Other columns of the same prompts, as corrected answers, are warned of.
+
         Raises:
             ValueError: The state is of another dataset, seed or order.
         """
@@ -162,6 +168,7 @@ class PromptSource:
             "seed": self._seed,
             "shuffle": self._shuffle,
             "fingerprint": self._fingerprint,
+            "columns": self._columns,
         }
 
     def _row(self, position: int) -> int:
@@ -225,7 +232,9 @@ class PromptStream:
         self._saves_state = hasattr(dataset, "_ex_iterable") and not _holds_shuffle(dataset._ex_iterable)
         self._first: Mapping[str, Any] | None = None  # the first row, whose kind and columns the others share
         self._go_to({"epoch": 0, "row": 0, "dataset": None})
-        self._fingerprint = _fingerprint([prompt.raw for prompt in self.first(2)])
+        first = self.first(2)
+        self._fingerprint = _fingerprint([prompt.raw for prompt in first])
+        self._columns = _columns_fingerprint([prompt.columns for prompt in first])
 
     @property
     def epochs(self) -> float:
@@ -244,26 +253,22 @@ class PromptStream:
             self._place["dataset"] = self._dataset.state_dict()
         return prompts
 
-    def first(self, n: int | None) -> list[Prompt]:
-        """The prompts of the first n rows (None: of all), or of all if there are fewer; the position stays."""
-        if n is not None:
-            check_int("n", n, least=0, fix="give a number of prompts")
-        place = self._place
-        self._go_to({"epoch": 0, "row": 0, "dataset": None})
-        rows = list(enumerate(islice(self._rows, n)))
-        if not rows and n != 0:
-            raise ValueError("dataset must hold at least one row, got an empty one; check its filter")
-        prompts = self._prompts(rows, first_index=0)
-        self._go_to(place)
-        return prompts
+    def first(self, n: int) -> list[Prompt]:
+        """The prompts of the first n rows, or of all if there are fewer; the position stays."""
+        check_int("n", n, least=0, fix="give a number of prompts")
+        return self._from_start(n)
 
     def longest(self) -> int:
         """Tokens of the longest of the first 100 prompts."""
         return max(len(prompt.input_ids) for prompt in self.first(100))
 
     def all(self) -> list[Prompt]:
-        """Every prompt of the first epoch, for evaluation; of a stream that ends."""
-        return self.first(None)
+        """Every prompt of the first epoch, for evaluation.
+
+        Raises:
+            ValueError: The stream goes on and on.
+        """
+        return self._from_start(_MOST_ROWS + 1, most=_MOST_ROWS)
 
     def state_dict(self) -> dict[str, Any]:
         """The position as JSON values, and the first prompts of what it is a position in."""
@@ -280,7 +285,21 @@ class PromptStream:
         self._go_to({name: state[name] for name in self._place})
 
     def _identity(self) -> dict[str, Any]:
-        return {"num_rows": None, "fingerprint": self._fingerprint}
+        return {"num_rows": None, "fingerprint": self._fingerprint, "columns": self._columns}
+
+    def _from_start(self, n: int, most: int | None = None) -> list[Prompt]:
+        place = self._place
+        self._go_to({"epoch": 0, "row": 0, "dataset": None})
+        rows = list(enumerate(islice(self._rows, n)))
+        self._go_to(place)
+        if not rows and n != 0:
+            raise ValueError("dataset must hold at least one row, got an empty one; check its filter")
+        if most is not None and len(rows) > most:
+            raise ValueError(
+                f"dataset must end within {most} rows where all are needed, got a stream that goes on; bound it by "
+                "dataset.take(n)"
+            )
+        return self._prompts(rows, first_index=0)
 
     def _go_to(self, place: dict[str, Any]) -> None:
         """Starts the iteration of an epoch so that the next row is number `place["row"]`."""
@@ -410,8 +429,14 @@ def _check_options(tokenizer: Any, max_prompt_tokens: Any, chat_template_kwargs:
 def _check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
     fits = isinstance(state, Mapping)
     require(fits, "state", "what state_dict() gave", state, "resume from a checkpoint of this trainer")
+    if state.get("columns", identity["columns"]) != identity["columns"]:
+        warnings.warn(
+            "The columns beside the prompts are not those of the checkpoint's dataset: reward functions get other "
+            "values from here on. Start a new run unless that is meant.",
+            stacklevel=3,
+        )
     for name, value in identity.items():
-        if state.get(name) != value:
+        if name != "columns" and state.get(name) != value:
             raise ValueError(
                 f"{name} must be that of the checkpoint, {state.get(name)}, got {value}; "
                 "resume with the same dataset and seed, or start a new run"
@@ -553,3 +578,20 @@ def _fingerprint(prompts: Sequence[Any]) -> str:
     for prompt in prompts:
         digest.update(json.dumps(prompt, sort_keys=True, default=str).encode() + b"\n")
     return digest.hexdigest()[:16]
+
+
+def _columns_fingerprint(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Of what stands beside the prompts of some rows."""
+    columns = [sorted((name, value) for name, value in row.items() if name != "prompt") for row in rows]
+    try:
+        text = json.dumps(columns, default=_plainly, skipkeys=True)
+    except Exception:  # values may be anything, as a list that holds itself
+        text = json.dumps([[name for name, _ in row] for row in columns])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _plainly(value: Any) -> Any:
+    """What JSON has no form for, the same in every process: of an image or another object, its type."""
+    if hasattr(value, "tolist"):  # arrays and tensors
+        return value.tolist()
+    return value.hex() if isinstance(value, bytes) else type(value).__name__

@@ -1,10 +1,15 @@
-"""Makes text of models, datasets and files fit to be shown: nothing in it steers a terminal or hides."""
+"""Makes text of models, datasets and files fit to be shown, and shows it: nothing in it steers a terminal or hides."""
 
 from __future__ import annotations
 
+import logging
 import re
+import sys
 import unicodedata
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TextIO
+
+logger = logging.getLogger(__name__)
 
 TEXT_LIMIT = 160  # characters of a prompt or completion
 
@@ -53,3 +58,43 @@ def steers_or_hides(character: str) -> bool:
 def encodable(text: str, encoding: str = "utf-8") -> str:
     r"""`text` with what `encoding` cannot hold written as \uXXXX: lone surrogates, and more where it is not UTF-8."""
     return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def say(line: str) -> None:
+    """Prints a line for the person at the terminal; work does not end where standard output takes no more."""
+    print(line, file=LenientFile(sys.stdout), flush=True)
+
+
+class LenientFile:
+    """A text file that takes every character, and that may be gone: what it does not take is lost, with one warning.
+
+    Standard output is None without a console, and fails when it was closed, or is a pipe that nobody reads any more.
+    """
+
+    _has_warned = False
+
+    def __init__(self, file: TextIO | None):
+        self._file = file
+
+    def write(self, text: str) -> int:
+        """Writes what the file takes; returns the length of the text."""
+        self._try(lambda file: file.write(encodable(text, getattr(file, "encoding", None) or "utf-8")))
+        return len(text)
+
+    def flush(self) -> None:
+        """Flushes the file if it is there."""
+        self._try(lambda file: file.flush())
+
+    def _try(self, work: Callable[[TextIO], Any]) -> None:
+        try:
+            if self._file is not None:
+                work(self._file)
+        except (OSError, ValueError) as error:  # ValueError: it is closed
+            if not LenientFile._has_warned:
+                LenientFile._has_warned = True
+                logger.warning(
+                    "Standard output takes no more text (%s): what is said there from here on is lost.", error
+                )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -16,7 +16,7 @@ Writes metrics.jsonl, summary.json, curves.png, completions/*.parquet and model/
 from dataclasses import dataclass, field
 
 from running import run, train, use_all_cores
-from tasks import PRESETS, default_preset, make_task, warm_started_policy
+from tasks import PRESETS, default_preset, make_task, warm_started_policy, warn_without_gpu
 
 from grpo_moe.checks import check_int, require
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
@@ -68,6 +68,7 @@ def main() -> None:
     use_all_cores(args)
     model, tokenizer = recipe.model_name_or_path, None
     if own_policy:
+        warn_without_gpu(recipe.preset)
         model, tokenizer = warm_started_policy(preset, args, recipe.cache_dir, recipe.warm_start_steps)
     trainer = GRPOTrainer(
         model, task.reward, args, task.train_dataset, eval_dataset=task.eval_dataset, processing_class=tokenizer

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 from running import run, train, use_all_cores
-from tasks import PRESETS, countdown_task, warm_started_policy
+from tasks import PRESETS, countdown_task, warm_started_policy, warn_without_gpu
 
 from grpo_moe.checks import check_int, require
 from grpo_moe.rl import GRPOConfig, GRPOTrainer, parse_args
@@ -65,6 +65,7 @@ def main() -> None:
     )
     check_run_folder(args.output_dir, args.resume_from_checkpoint)
     use_all_cores(args)
+    warn_without_gpu(recipe.preset)
     task = countdown_task(preset.countdown, args.seed)
     model, tokenizer = warm_started_policy(preset, args, recipe.cache_dir, recipe.warm_start_steps)
     trainer = GRPOTrainer(

@@ -11,7 +11,13 @@ from accelerate import PartialState
 
 from grpo_moe.rl import GRPOConfig, GRPOTrainer
 from grpo_moe.rl.launch import runs_on_cpu
-from grpo_moe.text import printable
+from grpo_moe.text import printable, say
+
+
+def announce(text: str) -> None:
+    """Says a line on the first process alone; before an accelerator exists, too."""
+    if os.environ.get("RANK", "0") == "0":
+        say(text)
 
 
 def use_all_cores(args: GRPOConfig) -> None:
@@ -27,8 +33,8 @@ def train(trainer: GRPOTrainer) -> None:
     if trainer.accelerator.is_main_process:
         before, after = (summary.get(f"eval_{when}", {}) for when in ("before", "after"))
         for name in ("pass_rate", "greedy_pass_rate", "reward") if before and after else ():
-            print(f"held-out {name}: {before[name]:.3f} -> {after[name]:.3f}")
-        print(f"model, curves, metrics and summary in {trainer.args.output_dir}")
+            say(f"held-out {name}: {before[name]:.3f} -> {after[name]:.3f}")
+        say(f"model, curves, metrics and summary in {trainer.args.output_dir}")
 
 
 def run(main: Callable[[], None]) -> None:
@@ -36,7 +42,7 @@ def run(main: Callable[[], None]) -> None:
     try:
         main()
     except ValueError as error:
-        print(f"error: {printable(error)}", file=sys.stderr)
+        print(f"error: {printable(error)}", *map(printable, getattr(error, "__notes__", ())), sep="\n", file=sys.stderr)
         sys.exit(2)  # 1 is what grpo-moe doctor says of a failed check
     except KeyboardInterrupt as interrupt:
         saved = f"{interrupt}\nadd --resume_from_checkpoint to go on"  # the trainer says what it saved

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from datasets import Dataset, load_dataset
+from running import announce
 
 from grpo_moe import GptOssLiteConfig, GptOssLiteForCausalLM
 from grpo_moe.data import character_tokenizer
@@ -153,6 +155,12 @@ def default_preset() -> str:
     return "gpu" if torch.cuda.is_available() else "cpu"
 
 
+def warn_without_gpu(preset: str) -> None:
+    """Says in a line that a preset for GPUs is about to run on a CPU; after ``use_all_cores``."""
+    if preset != "cpu" and PartialState().device.type == "cpu":
+        announce(f"warning: preset {preset} is made for a GPU: hours on a CPU, as here; --preset cpu takes minutes")
+
+
 def make_task(name: str, dataset_name: str | None, countdown: Countdown, seed: int) -> Task:
     """The task of a recipe's ``--task`` and ``--dataset_name``.
 
@@ -178,8 +186,10 @@ def countdown_task(countdown: Countdown, seed: int, *, num_train: int = 20_000, 
     )
 
 
-def reasoning_gym_task(name: str, seed: int, *, num_train: int = 10_000, num_eval: int = 200) -> Task:
+def reasoning_gym_task(name: str, seed: int, *, num_train: int = 2000, num_eval: int = 200) -> Task:
     """A task of the reasoning-gym package, scored by its own ``score_answer``.
+
+    Some of its problems take 10 ms (countdown) or even 300 (knight_swap) to make, and a short run uses some hundreds.
 
     Raises:
         ValueError: the package is missing, or has no such task.
@@ -192,6 +202,7 @@ def reasoning_gym_task(name: str, seed: int, *, num_train: int = 10_000, num_eva
         raise ValueError(
             f"task reasoning_gym:{name} must be one of {', '.join(sorted(reasoning_gym.factory.DATASETS))}"
         )
+    announce(f"making {num_train + num_eval} problems of reasoning_gym:{name}, which may take a while")
     sets = {
         s: reasoning_gym.create_dataset(name, seed=s, size=n) for s, n in ((seed, num_train), (EVAL_SEED, num_eval))
     }

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,11 @@ def test_errors_are_one_line_and_exit_with_2(tmp_path, capsys):
         (["plan", "--model", "gptoss-lite", "--gpus", "8xH20"], "grpo-moe plan: error: gpus must be a number and"),
         (["plan", *PLAN, "--num_generations", "1"], "grpo-moe plan: error: num_generations must be at least 2, got 1"),
         (["plan", *PLAN, "--lora_r", "-1"], "grpo-moe plan: error: lora_rank must be at least 0, got -1"),
+        (
+            ["plan", *PLAN, "--max_completion_length", "130817"],
+            "grpo-moe plan: error: prompt_tokens + max_completion_length must be at most the 131072 positions of "
+            "gptoss-lite, got 256 + 130817; lower --max_completion_length or --prompt_tokens",
+        ),
         (["replay", capsule(tmp_path / "c"), "--epsilon", "-1"], "grpo-moe replay: error: epsilon must be finite"),
     ):
         assert cli.main(arguments) == 2
@@ -147,6 +153,9 @@ def test_plan_as_json_follows_the_options_of_a_run(capsys):
     long = ["--max_completion_length", "4096", "--per_device_train_batch_size", "32"]
     wide, wrapped = plan(*long), plan(*long, "--gradient_checkpointing")
     assert wrapped["peak_gib"] < wide["peak_gib"] and wrapped["flops"]["recompute"] > 0
+    assert re.fullmatch(r"--gradient_checkpointing --gradient_checkpointing_every \d+", wide["checkpointing"])
+    advised = plan(*long, *wide["checkpointing"].split())
+    assert advised["fits"] and advised["flops"]["recompute"] > 0
     assert not wide["fits"] and 1 <= wide["largest_micro_batch"] < 32 and wide["largest_completion"] < 4096
     assert plan(*long, "--attention", "flex")["peak_gib"] < wide["peak_gib"]
     fitting = plan(*long[:2], "--per_device_train_batch_size", "8", "--attention", "flex", "--prompt_tokens", "1024")
@@ -155,8 +164,17 @@ def test_plan_as_json_follows_the_options_of_a_run(capsys):
 
 def test_plan_reads_a_folder(tmp_path, capsys):
     tiny_config().save_pretrained(tmp_path)
-    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "L40S", "--prompt_tokens", "32"]) == 0
+    lengths = ["--prompt_tokens", "32", "--max_completion_length", "96"]  # all of its positions
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "L40S", *lengths]) == 0
     assert f"{tmp_path}, 0.00B parameters, on 1xL40S" in capsys.readouterr().out
+
+
+def test_plan_of_a_config_without_a_whole_number_of_positions_is_an_error(tmp_path, capsys):
+    tiny_config().save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "max_position_embeddings": "many"}))
+    assert cli.main(["plan", "--model", str(tmp_path), "--gpus", "L40S"]) == 2
+    assert "max_position_embeddings is 'many'; mend it, or give another one" in capsys.readouterr().err
 
 
 def test_replay_prints_both_objectives(tmp_path, capsys):
@@ -169,6 +187,33 @@ def test_replay_prints_both_objectives(tmp_path, capsys):
     assert lines["loss_type"] == ["dapo", "cispo"] and lines["delta"] == ["3.0", "None"]
     assert lines["use_bias_correction_kl"] == ["True", "False"]
     assert float(lines["loss"][0]) != float(lines["loss"][1]) and "stand for them" not in out
+    assert cli.main(["replay", path, "--no_use_bias_correction_kl"]) == 0  # as a recipe takes it
+    assert "use_bias_correction_kl                    True           False" in capsys.readouterr().out
+    assert cli.main(["replay", path, "--use_bias_correction_kl"]) == 0
+    assert "use_bias_correction_kl" not in capsys.readouterr().out
+
+
+def command_says(tmp_path):
+    """Each command with what makes it print; the recipe ends the process as a trainer under the doctor does."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5}) + "\n")
+    saying = recipe(tmp_path, "def train(arguments):\n    print('no check failed')\n    raise SystemExit(0)")
+    return [["plan", *PLAN], ["report", str(tmp_path)], ["doctor", saying], ["replay", capsule(tmp_path / "c")]]
+
+
+@pytest.mark.parametrize("command", range(4), ids=["plan", "report", "doctor", "replay"])
+def test_output_that_nobody_reads_ends_a_command_quietly(tmp_path, clean_imports, monkeypatch, command):
+    read, write = os.pipe()
+    os.close(read)  # as head does after its first line
+    with open(write, "w") as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        assert cli.main(command_says(tmp_path)[command]) == 128 + signal.SIGPIPE
+        print("more")
+        closed.flush()  # goes nowhere, without an error at the interpreter's end
+
+
+def test_another_broken_pipe_is_an_error_of_its_own(tmp_path, clean_imports):
+    with pytest.raises(BrokenPipeError, match="of a worker"):
+        cli.main(["doctor", recipe(tmp_path, "def train(arguments): raise BrokenPipeError('of a worker')")])
 
 
 def test_help_of_the_command_imports_nothing_of_the_library(tmp_path):

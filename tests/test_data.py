@@ -1,5 +1,6 @@
 """Prompts from datasets: ids, order, resuming, and what is refused; the character tokenizer."""
 
+import itertools
 import json
 import warnings
 
@@ -254,6 +255,31 @@ def test_the_state_of_other_prompts_is_refused(tokenizer):
     other = PromptSource([{"prompt": f"{i}-{i}="} for i in range(5)], tokenizer, seed=0)
     with pytest.raises(ValueError, match="fingerprint must be that of the checkpoint"):
         other.load_state_dict(source(tokenizer).state_dict())
+
+
+@pytest.mark.parametrize("build", [source, lambda tokenizer, **_: PromptStream(Again(rows(5)), tokenizer)])
+def test_other_columns_of_the_same_prompts_are_warned_of(tokenizer, build, monkeypatch):
+    state = json.loads(json.dumps(build(tokenizer).state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build(tokenizer).load_state_dict(state)
+        older = {name: value for name, value in state.items() if name != "columns"}
+        build(tokenizer).load_state_dict(older)
+    monkeypatch.setitem(globals(), "rows", lambda n, known=rows: [{**row, "answer": 7} for row in known(n)])
+    with pytest.warns(UserWarning, match="columns beside the prompts are not those of the checkpoint"):
+        build(tokenizer).load_state_dict(state)
+
+
+def test_columns_of_any_kind_are_remembered(tokenizer):
+    class Odd:
+        pass
+
+    itself = [1]
+    itself.append(itself)
+    values = [None, Odd(), np.arange(2), torch.ones(2), b"x", {1, 2}, {(1, 2): 3}, float("nan"), 10**400, itself]
+    made = [PromptSource([{"prompt": "1", "x": value}], tokenizer, seed=0) for value in [*values, Odd()]]
+    digests = [json.loads(json.dumps(x.state_dict()))["columns"] for x in made]
+    assert digests[1] == digests[-1] and len(set(digests)) == len(values)
 
 
 # --- PromptSource: what is refused
@@ -570,3 +596,13 @@ def test_the_state_of_another_stream_is_refused(tokenizer):
     longer.take(5)
     with pytest.raises(ValueError, match="dataset must have the 5 rows of the checkpoint's epoch, got 3"):
         PromptStream(Again(rows(3)), tokenizer).load_state_dict(longer.state_dict())
+
+
+def test_a_stream_without_an_end_is_refused_where_all_of_it_is_needed(tokenizer, monkeypatch):
+    monkeypatch.setattr("grpo_moe.data._MOST_ROWS", 5)
+    endless = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{i}"} for i in itertools.count()))
+    assert len(PromptStream(endless.take(5), tokenizer).all()) == 5
+    stream = PromptStream(endless, tokenizer)
+    with pytest.raises(ValueError, match=r"must end within 5 rows .*, got a stream that goes on; .*dataset.take\(n\)"):
+        stream.all()
+    assert [prompt.raw for prompt in stream.take(7)] == [f"{i}" for i in range(7)]

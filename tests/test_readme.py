@@ -12,6 +12,7 @@ from readme_parts import README, with_parts
 
 from grpo_moe import GRPOConfig
 from grpo_moe.cli import main
+from grpo_moe.ops.loss.config import LOSS_TYPES
 
 ROOT = README.parent
 TEXT = README.read_text(encoding="utf-8")
@@ -65,6 +66,26 @@ def test_a_command_has_only_known_options(command):
     assert {w for w in words[:at] if w.startswith("--")} <= LAUNCHER
     flags = {word.split("=")[0] for word in words[at + 1 :] if word.startswith("--")}
     assert flags <= known_options(script), flags - known_options(script)
+
+
+def losses() -> tuple[str, dict[str, str]]:
+    """The code under "The losses work on their own", and the other losses of its comment, each with its options."""
+    (code,) = (block for block in re.findall(r"```python\n(.*?)```", TEXT, re.S) if block.startswith("import torch\n"))
+    named = re.search("# or (.*)", code)[1]
+    return code, dict(re.findall(r"(\w+)(?: \(([^)]*)\))?(?:, |$)", named))
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_losses_run_as_they_stand(loss_type):
+    code, others = losses()
+    assert {"dapo", *others} == set(LOSS_TYPES)
+    if loss_type != "dapo":
+        code, count = re.subn(r"LossConfig\(.*\)", f"LossConfig(loss_type={loss_type!r}, {others[loss_type]})", code)
+        assert count == 1
+    names: dict = {}
+    exec(compile(code, str(README), "exec"), names)
+    assert names["config"].loss_type == loss_type and names["out"].loss.isfinite()
+    assert names["hidden_states"].grad.abs().sum() > 0 and names["lm_head_weight"].grad.abs().sum() > 0
 
 
 def test_the_plan_that_it_shows_is_made(capsys):

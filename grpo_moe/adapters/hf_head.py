@@ -52,7 +52,10 @@ def add_token_logps(model):
             'train it whole with modules_to_save=["lm_head"]'
         )
     if head is None or not hasattr(head, "weight"):
-        raise ValueError(f"the head of {type(base).__name__} must be a linear layer, got {type(head).__name__}")
+        raise ValueError(
+            f"the head of {type(base).__name__} must be a linear layer, got {type(head).__name__}; load the model by "
+            "AutoModelForCausalLM"
+        )
     if getattr(base, "_has_token_logps", False):
         return model
 

@@ -14,7 +14,7 @@ from typing import Any
 from grpo_moe.checks import is_count, is_finite, require
 from grpo_moe.text import printable
 
-from .faults import NOT_FINITE, TIMEOUT, Scores, joined
+from .faults import LARGEST_REWARD, NOT_FINITE, TIMEOUT, Scores, joined
 from .running import Call, run_calls
 
 logger = logging.getLogger(__name__)
@@ -183,7 +183,7 @@ class RewardCaller:
         for row, values in enumerate(zip(*(s.values for s in scores), strict=True)):
             terms = [weight * v for weight, v in zip(self.weights, values, strict=True) if not math.isnan(v)]
             reward = sum(terms) if terms else math.nan
-            overflows = bool(terms) and not math.isfinite(reward)
+            overflows = bool(terms) and not abs(reward) <= LARGEST_REWARD
             total.values.append(math.nan if overflows else reward)
             total.lost.append(NOT_FINITE if overflows else None)
             if overflows:
@@ -193,7 +193,8 @@ class RewardCaller:
     def _overflow(self, row: int, values: Sequence[float], reward: float) -> ValueError:
         said = ", ".join(f"{name} {value}" for name, value in zip(self.names, values, strict=True))
         return ValueError(
-            f"weighted sum of the reward functions must be finite, got {reward} for row {row} from {said}; "
+            f"weighted sum of the reward functions must be finite and at most {LARGEST_REWARD:g} in size, got {reward} "
+            f"for row {row} from {said}; "
             "return smaller numbers or lower reward_weights"
         )
 
@@ -279,4 +280,4 @@ def _unique_names(functions: Sequence[RewardFunction]) -> list[str]:
 def _name(function: RewardFunction) -> str:
     while isinstance(function, functools.partial):
         function = function.func
-    return getattr(function, "__name__", type(function).__name__).strip("<>")  # <lambda>
+    return str(getattr(function, "__name__", type(function).__name__)).strip("<>")  # <lambda>

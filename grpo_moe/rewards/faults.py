@@ -13,6 +13,9 @@ EXCEPTION, TIMEOUT, WRONG_TYPE, WRONG_LENGTH, NOT_FINITE = FAULTS = (
     "not_finite",
 )
 
+LARGEST_REWARD = 1e36
+"""In size. Its square and a sum of such stay within float64, and differences of rewards within float32."""
+
 
 @dataclass(frozen=True)
 class Scores:

@@ -6,11 +6,14 @@ import math
 import reprlib
 from typing import Any
 
-from .faults import NOT_FINITE, WRONG_LENGTH, WRONG_TYPE, Scores, all_lost
+from .faults import LARGEST_REWARD, NOT_FINITE, WRONG_LENGTH, WRONG_TYPE, Scores, all_lost
 
 
 def read_returned(name: str, returned: Any, num_completions: int) -> Scores:
-    """The scores in a list, tuple, array or tensor of N finite numbers or None; never raises an Exception."""
+    """The scores in a list, tuple, array or tensor of N finite numbers or None; never raises an Exception.
+
+    Numbers beyond ``LARGEST_REWARD`` count as not finite: the squares of their deviations would not be.
+    """
     items = _items(returned)
     if items is None or len(items) != num_completions:
         got, kind = (type(returned).__name__, WRONG_TYPE) if items is None else (len(items), WRONG_LENGTH)
@@ -40,10 +43,16 @@ def _items(returned: Any) -> list[Any] | None:
 def _read(item: Any) -> tuple[float, str | None, str]:
     """A number, boolean (0 or 1) or scalar of NumPy or PyTorch as a float; else NaN, the fault and what it is."""
     try:
-        value = float.__float__(type(item).__float__(item))  # float() would also read text
+        # float() would also read text; NumPy's scalars of text and complex numbers read themselves
+        if isinstance(item, str | bytes | complex) or getattr(getattr(item, "dtype", None), "kind", "") == "c":
+            raise TypeError
+        value = float.__float__(type(item).__float__(item))
     except Exception:
         return math.nan, WRONG_TYPE, f"{_shown(item)} ({type(item).__name__})"
-    return (value, None, "") if math.isfinite(value) else (math.nan, NOT_FINITE, str(value))
+    if abs(value) <= LARGEST_REWARD:
+        return value, None, ""
+    how = f", of more than {LARGEST_REWARD:g} in size," if math.isfinite(value) else ""
+    return math.nan, NOT_FINITE, f"{value}{how}"
 
 
 def _shown(item: Any) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from grpo_moe.checks import check_number, is_finite
+from grpo_moe.rewards.faults import LARGEST_REWARD
 
 SCALES = ("group", "batch", "none")
 
@@ -29,7 +30,7 @@ def group_advantages(rewards: torch.Tensor, *, scale: str | bool = "group", eps:
         [P, G] fp32.
 
     Raises:
-        ValueError: Wrong shape, a group of one, an infinite reward, unknown scale.
+        ValueError: Wrong shape, a group of one, an infinite or huge reward, unknown scale.
 
     Source:
         GRPO (2402.03300), Dr. GRPO (2503.20783), Lite PPO (2508.08221); defaults of TRL 1.16.
@@ -110,7 +111,7 @@ def reward_spread(rewards: torch.Tensor) -> torch.Tensor:
         [P] float64; 0 for a group with fewer than two scorable rewards.
 
     Raises:
-        ValueError: Wrong shape, a group of one, an infinite reward.
+        ValueError: Wrong shape, a group of one, an infinite or huge reward.
 
     Source:
         Dynamic sampling: DAPO (2503.14476), section 3.2.
@@ -153,10 +154,11 @@ def _check(rewards: torch.Tensor) -> None:
         raise ValueError(
             f"num_generations must be at least 2, got {rewards.shape[1]}; advantages compare completions of one prompt"
         )
-    if rewards.isinf().any():
-        group, row = rewards.isinf().nonzero()[0].tolist()
+    too_large = rewards.double().abs() > LARGEST_REWARD
+    if too_large.any():
+        group, row = too_large.nonzero()[0].tolist()
         value = rewards[group, row].item()
         raise ValueError(
-            f"rewards must be finite or NaN (not scorable), got {value} in group {group}, completion {row}; "
-            "mend the reward function"
+            f"rewards must be finite or NaN (not scorable), and at most {LARGEST_REWARD:g} in size, got {value} in "
+            f"group {group}, completion {row}; mend the reward function"
         )

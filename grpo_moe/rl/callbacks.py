@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -28,8 +28,8 @@ class Callbacks:
         ValueError: something that is no TrainerCallback.
     """
 
-    def __init__(self, callbacks: Sequence[Any] | None, args: Any, **given: Any):
-        listed = callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks is not None else []
+    def __init__(self, callbacks: Iterable[Any] | None, args: Any, **given: Any):
+        listed = callbacks if isinstance(callbacks, Iterable) else [callbacks] if callbacks is not None else []
         made = [x() if isinstance(x, type) else x for x in listed]
         for callback in made:
             if not isinstance(callback, TrainerCallback):
@@ -71,4 +71,11 @@ class _Arguments:
         self.eval_strategy = "steps" if args.eval_steps else "no"
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_options":  # while it is copied
+            raise AttributeError(name)
+        if not hasattr(self._options, name):
+            raise AttributeError(
+                f"args of a callback must be read for options of {type(self._options).__name__}, got {name!r}; leave "
+                "out callbacks that belong to transformers' own Trainer"
+            )
         return getattr(self._options, name)

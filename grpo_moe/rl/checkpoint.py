@@ -8,7 +8,8 @@ import logging
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -86,7 +87,8 @@ def save_checkpoint(
     on_all = partial(_on_all, accelerator, unfinished)
     on_main = partial(on_all, only_main=True)
     on_main(lambda: _remove_unfinished(output_dir))
-    on_all(lambda: accelerator.save_state(str(unfinished), safe_serialization=True))
+    with _silent_about_tied_weights():
+        on_all(lambda: accelerator.save_state(str(unfinished), safe_serialization=True))
     files = {name: found for part in on_all(lambda: _written(accelerator, unfinished)) for name, found in part.items()}
     streams = on_all(_random_streams)
     on_main(lambda: _finish(unfinished, final, {**state, "files": files, "random_streams": streams}))
@@ -185,6 +187,21 @@ def _on_all(accelerator: Accelerator, unfinished: Path, work: Callable[[], Any],
             "choose another one (finished checkpoints are as they were)"
         ) from error
     return [result for result, _ in everyone]
+
+
+@contextmanager
+def _silent_about_tied_weights() -> Iterator[None]:
+    """accelerate 1.15 warns in every save that tied weights are stored once; its loading ties them again."""
+
+    def others(record: logging.LogRecord) -> bool:
+        return "Removed shared tensor" not in record.getMessage()
+
+    source = logging.getLogger("accelerate.utils.other")
+    source.addFilter(others)
+    try:
+        yield
+    finally:
+        source.removeFilter(others)
 
 
 def _written(accelerator: Accelerator, folder: Path) -> dict[str, dict[str, Any]]:

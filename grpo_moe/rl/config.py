@@ -159,7 +159,8 @@ class GRPOConfig(LossConfig):
 
     # Checkpoints and logs
     save_steps: int | None = option(
-        100, "Checkpoint every this many updates, and when interrupted; none: when interrupted or failed only."
+        100,
+        "Checkpoint every this many updates, at the end and when interrupted; none: when interrupted or failed only.",
     )
     save_total_limit: int = option(2, "Checkpoints to keep, besides the best.")
     metric_for_best_model: str | None = option(

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from typing import Any, TextIO
+from typing import Any
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_moe.rl.report import describe_phases
-from grpo_moe.text import clean, encodable
+from grpo_moe.text import LenientFile, clean, say
 
 Sample = tuple[Any, Any, float]  # prompt, completion (text or chat messages), reward
 
@@ -40,8 +40,14 @@ def make_display(is_main: bool, total_steps: int | None, title: str, enabled: bo
     """The display for this process: none off the main process or when not enabled, live on a terminal, else plain."""
     if not (is_main and enabled):
         return NullDisplay()
-    on_terminal = sys.stdout.isatty() and Console().is_interactive
-    return LiveDisplay(total_steps, title) if on_terminal else PlainDisplay(total_steps, title)
+    return LiveDisplay(total_steps, title) if _on_terminal() else PlainDisplay(total_steps, title)
+
+
+def _on_terminal() -> bool:
+    try:
+        return sys.stdout.isatty() and Console().is_interactive
+    except (AttributeError, ValueError):  # None, or closed
+        return False
 
 
 class Display:
@@ -85,24 +91,21 @@ class PlainDisplay(Display):
 
     def update(self, step: int, metrics: dict[str, Any]) -> None:
         self._pace.advance(step)
-        self._print(f"step {step}/{self._pace.total_steps or '?'}  {_headline(metrics)}  eta {self._pace.eta()}")
+        say(f"step {step}/{self._pace.total_steps or '?'}  {_headline(metrics)}  eta {self._pace.eta()}")
 
     def show_completions(self, samples: Sequence[Sample]) -> None:
         for prompt, completion, reward in samples[:_MAX_SAMPLES]:
-            self._print(f"  reward {_number(reward)}  {clean(prompt)} -> {clean(completion)}")
+            say(f"  reward {_number(reward)}  {clean(prompt)} -> {clean(completion)}")
 
     def message(self, text: str) -> None:
-        self._print(clean(text, _MESSAGE_LIMIT))
-
-    def _print(self, line: str) -> None:
-        print(line, file=_EncodableFile(sys.stdout), flush=True)
+        say(clean(text, _MESSAGE_LIMIT))
 
 
 class LiveDisplay(Display):
     """A board that redraws in place: progress, metrics, learning curves, seconds by phase, sample completions."""
 
     def __init__(self, total_steps: int | None, title: str) -> None:
-        self._console = Console(file=_EncodableFile(sys.stdout))
+        self._console = Console(file=LenientFile(sys.stdout))
         self._ascii = self._console.options.ascii_only
         self._pace = _Pace(total_steps)
         self._latest: dict[str, Any] = {}
@@ -161,19 +164,6 @@ class LiveDisplay(Display):
         for prompt, completion, reward in self._samples:
             table.add_row(_number(reward), *(Text(clean(text), overflow="fold") for text in (prompt, completion)))
         return table
-
-
-class _EncodableFile:
-    """A text file that takes every character, for rich writes its own ("…") even where the encoding has none."""
-
-    def __init__(self, file: TextIO) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        return self._file.write(encodable(text, self._file.encoding or "utf-8"))
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
 
 
 class _Pace:

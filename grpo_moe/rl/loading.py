@@ -22,11 +22,31 @@ from transformers import (
 from grpo_moe.adapters.hf_attention import SINK_ATTENTION
 from grpo_moe.adapters.hf_experts import can_run_experts
 from grpo_moe.adapters.hf_head import add_token_logps
+from grpo_moe.checks import require
 from grpo_moe.data import prompt_source
 from grpo_moe.rewards import RewardCaller
 from grpo_moe.text import clean
 
 from .config import GRPOConfig
+
+
+def check_arguments(args: Any, eval_dataset: Any, compute_metrics: Any, rollout_engine: Any) -> None:
+    """Refuses arguments of the trainer that would only fail later.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    if not isinstance(args, GRPOConfig):
+        raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}; GRPOConfig() has the defaults")
+    fits = compute_metrics is None or callable(compute_metrics)
+    require(fits, "compute_metrics", "a function of groups", compute_metrics, "pass the function")
+    for name in ("eval_steps", "metric_for_best_model") if eval_dataset is None else ():
+        if (value := getattr(args, name)) is not None:
+            raise ValueError(f"eval_dataset must be given with {name}={value}, got None; leave that out")
+    calls = [getattr(rollout_engine, name, None) for name in ("generate", "sync_weights")]
+    fits = rollout_engine is None or (all(map(callable, calls)) and not isinstance(rollout_engine, type))
+    rule, fix = "an object with generate and sync_weights", "make one, as VLLMEngine(model, tokenizer, ...)"
+    require(fits, "rollout_engine", rule, rollout_engine, fix)
 
 
 def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[PreTrainedModel, Any]:
@@ -42,7 +62,8 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
         kwargs: for ``from_pretrained``.
 
     Raises:
-        ValueError: nothing is found there, its weights are quantised, or peft_config comes with adapters already.
+        ValueError: nothing is found there, it has an encoder, its weights are quantised or its generation_config could
+            not be saved, or peft_config comes with adapters already.
     """
     if isinstance(model, str | os.PathLike) and str(model):
         policy, adapters = _load(model, **kwargs), None
@@ -51,7 +72,15 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
     elif isinstance(model, PreTrainedModel):
         policy, adapters = model, None
     else:
-        raise ValueError(f"model must be a transformers model, a folder or a hub id, got {model!r}; load it first")
+        got = type(model).__name__ if isinstance(model, nn.Module) else repr(model)
+        fix = "load it first; of what DataParallel or torch.compile made, pass the model inside"
+        raise ValueError(f"model must be a transformers model, a folder or a hub id, got {got}; {fix}")
+    if getattr(policy.config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"model must be a decoder alone, got the encoder and decoder of {type(policy).__name__}; use a causal LM, "
+            "as AutoModelForCausalLM loads"
+        )
+    _check_generation_config(policy)
     quantised = [name for name, p in policy.named_parameters() if p.element_size() == 1]
     if quantised:
         raise ValueError(
@@ -70,6 +99,21 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
         kind = type(adapters.active_peft_config).__name__
         raise ValueError(f"adapters must be part of the model's layers, got {kind} before the prompt; use LoRA")
     return policy, adapters
+
+
+def _check_generation_config(policy: PreTrainedModel) -> None:
+    """The model is saved at the end of training, and transformers refuses some of these to save."""
+    config = getattr(policy, "generation_config", None)
+    # transformers 5.24 saves any as it was loaded
+    if config is None or getattr(config, "_original_object_hash", None) == hash(config) or not policy.can_generate():
+        return
+    try:
+        config.validate(strict=True)
+    except ValueError as error:
+        raise ValueError(
+            f"generation_config of {type(policy).__name__} must be one that transformers saves, got "
+            f"{clean(error, 500)}; set its do_sample to True, or leave those options out"
+        ) from error
 
 
 def _add_adapters(policy: PreTrainedModel, peft_config: Any) -> Any:
@@ -138,8 +182,30 @@ def load_tokenizer(processing_class: str | PreTrainedTokenizerBase | None, model
     return _from_pretrained(AutoTokenizer, path, "processing_class", trust_remote_code=False)
 
 
+def move_weights(model: PreTrainedModel, device: torch.device) -> None:
+    """Moves a model to the device, where its parameters must all be numbers.
+
+    Raises:
+        ValueError: naming the first parameter that is on the meta device, or holds NaN or infinities.
+    """
+    rule = f"parameters of {type(model).__name__} must"
+    if empty := [name for name, p in model.named_parameters() if p.is_meta]:
+        raise ValueError(
+            f"{rule} hold numbers, got {empty[0]} and {len(empty) - 1} others on the meta device; load them by "
+            "from_pretrained, or call model.to_empty(device=...) and fill them"
+        )
+    model.to(device)
+    for name, parameter in model.named_parameters():
+        # not isfinite of all, which would take as much memory again
+        if parameter.numel() and not all(bound.isfinite() for bound in parameter.detach().aminmax()):
+            raise ValueError(
+                f"{rule} be finite, got NaN or infinities in {name}; go back to an earlier checkpoint of the model, or "
+                "load it in float32"
+            )
+
+
 def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuses a tokenizer with more tokens than the model has embeddings.
+    """Refuses a tokenizer with more tokens, or larger ids, than the model has embeddings.
 
     Raises:
         ValueError: naming both sizes.
@@ -149,6 +215,12 @@ def check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase)
         raise ValueError(
             f"processing_class must have at most the model's {size} tokens, got {len(tokenizer)}; use the model's own "
             "tokenizer, or model.resize_token_embeddings"
+        )
+    token, last = max(tokenizer.get_vocab().items(), key=lambda item: item[1])  # ids may have holes
+    if last >= size:
+        raise ValueError(
+            f"processing_class must have token ids below the model's {size}, got {last} of {clean(token)!r}; use the "
+            "model's own tokenizer, or model.resize_token_embeddings"
         )
 
 

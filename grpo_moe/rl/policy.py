@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -18,11 +19,12 @@ from grpo_moe.adapters.coverage import coverage, coverage_table, unreached_adapt
 from grpo_moe.adapters.hf_attention import check_sinks
 from grpo_moe.adapters.hf_head import add_token_logps, check_head, check_padding_free, check_training_mode
 from grpo_moe.rollout.base import checkpointed_modules
+from grpo_moe.text import say
 from grpo_moe.types import RolloutBatch
 
 from .batch import batch_logps, select
 from .config import GRPOConfig
-from .loading import disable_dropout, reference_model, without_adapters
+from .loading import disable_dropout, move_weights, reference_model, without_adapters
 from .routing import PolicyRouting, close_routing
 from .sharding import shard_frozen
 from .windows import micro_batches, padded
@@ -51,14 +53,14 @@ class Policy:
         close_routing(model)
         self.model = add_token_logps(model)
         if not accelerator.is_fsdp2:  # which moves its shards alone
-            model.to(accelerator.device)
+            move_weights(model, accelerator.device)
         self.reference = None
         if args.beta:  # adapters are switched off for it
             self.reference = reference_model(model) if adapters is None else self.model
         self._check_moving_reference()
         self.routing = PolicyRouting(model, args)
         if adapters is not None and accelerator.is_main_process:
-            print(coverage_table(coverage(model)))
+            say(coverage_table(coverage(model)))
         if not self.trainable:
             fix = "unfreeze some" if adapters is None else "load the adapters with is_trainable=True"
             raise ValueError(f"model must have parameters that require gradients, got none; {fix}")
@@ -199,6 +201,7 @@ class Policy:
             raise ValueError(
                 f"optimizers must hold a schedule of their own optimiser, got {scheduler!r} of another one; pass both"
             )
+        _check_step(scheduler, "LambdaLR")
         return optimizer, scheduler
 
     def _check_optimizer(self, optimizer: Any) -> None:
@@ -211,8 +214,21 @@ class Policy:
                 f"optimizers must hold every parameter that requires a gradient, got none of {', '.join(left[:4])} "
                 f"({len(left)} in all); build it from this model's parameters, or freeze these"
             )
+        _check_step(optimizer, "AdamW")
 
     def _every_row(self, batch: RolloutBatch) -> list[torch.Tensor]:
         """All rows in micro-batches, as many on every process."""
         parts = micro_batches(batch, torch.arange(len(batch.input_ids)), self.args.per_device_train_batch_size)
         return padded(parts, max(gather_object([len(parts)])))
+
+
+def _check_step(given: Any, usual: str) -> None:
+    """Refuses an optimiser whose step wants a closure, as LBFGS's, and a schedule whose step wants a metric."""
+    # of the class: what a schedule puts around its optimiser's step has a self in its signature
+    _, *parameters = inspect.signature(type(given).step).parameters.values()
+    wanted = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if wanted:
+        raise ValueError(
+            f"optimizers must have a step without arguments, got {type(given).__name__}, whose step needs "
+            f"{', '.join(wanted)}; use another one, as {usual}"
+        )

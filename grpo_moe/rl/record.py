@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
+from grpo_moe.text import say
+
 from .advantages import sample_std
 from .batch import Group
 from .collect import Rollout, as_prompted
@@ -158,7 +160,7 @@ class RunRecord:
 
     def _write_end(self, summary: dict[str, Any]) -> None:
         if summary["skipped_updates"] == summary["steps"]:
-            print("Warning: every update was skipped: no group of completions had a spread of rewards.")
+            say("Warning: every update was skipped: no group of completions had a spread of rewards.")
         write_summary(self.folder / SUMMARY_FILE, summary)
         plot_curves(read_metrics(self.folder / METRICS_FILE), self.folder / CURVES_FILE)
 

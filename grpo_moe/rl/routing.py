@@ -20,6 +20,7 @@ from grpo_moe.adapters.routing import (
     has_experts,
     max_violation,
 )
+from grpo_moe.text import say
 from grpo_moe.types import RolloutBatch
 
 from .config import GRPOConfig
@@ -77,7 +78,7 @@ class PolicyRouting:
         _OPEN[policy] = self.replay
         said = getattr(policy.config.get_text_config(), "router_aux_loss_coef", 0)
         if said and not args.router_aux_loss_coef:
-            print(f"router_aux_loss_coef is 0 in training, not the {said} of the model's config; set it to change that")
+            say(f"router_aux_loss_coef is 0 in training, not the {said} of the model's config; set it to change that")
 
     def find_rules(self) -> None:
         """Finds the routers' rules by a forward, once the policy is where it will train, sharded or not.

@@ -12,7 +12,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from grpo_moe.text import encodable
+from grpo_moe.text import encodable, say
 
 from .files import parse_json
 from .launch import DOCTOR_VARIABLE
@@ -58,7 +58,7 @@ def claim_folder(output_dir: str | os.PathLike, name: str, keep: Path | None = N
         aside.mkdir()
         for path in [*left, run]:  # last what says that there is a run to move
             path.replace(aside / path.name)
-        print(f"The earlier run in {folder} is now in {aside}.")
+        say(f"The earlier run in {folder} is now in {aside}.")
     run.write_text(name, encoding="utf-8")
 
 
@@ -91,8 +91,8 @@ def find_checkpoint(name: str | bool, output_dir: str) -> Path | None:
             if step_of(path) > last and _parse_state(path)[1]:
                 read_state(path)  # raises: to pass over it silently would lose its updates
         return existing[-1] if existing else None
-    path = Path(name)
-    if not (path / STATE_FILE).is_file():
+    path = Path(name) if isinstance(name, str | os.PathLike) else None
+    if not name or path is None or not (path / STATE_FILE).is_file():
         known = ", ".join(str(p) for p in list_checkpoints(output_dir)) or "none"
         raise ValueError(
             f"resume_from_checkpoint must be 'latest' or a checkpoint folder with {STATE_FILE}, got {name!r}; "

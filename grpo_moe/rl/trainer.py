@@ -30,7 +30,7 @@ from .files import writing
 from .forecast import Utilization, forecast_in_words
 from .guards import out_of_memory_explained, rehearse, rollout_warnings
 from .interrupt import InterruptGuard
-from .loading import TaskData, check_ends, check_vocabulary, load_policy, load_tokenizer
+from .loading import TaskData, check_arguments, check_ends, check_vocabulary, load_policy, load_tokenizer
 from .metrics import Metrics, PhaseTimer
 from .policy import Policy
 from .processes import agree, check_ranks_agree, end_trackers, make_accelerator
@@ -82,21 +82,8 @@ class GRPOTrainer:
     ):
         self.args, self.timer, self.state = args, PhaseTimer(), TrainerState()
         self.compute_metrics = compute_metrics
-        if not isinstance(args, GRPOConfig):
-            raise ValueError(f"args must be a GRPOConfig, got {type(args).__name__}; GRPOConfig() has the defaults")
-        if compute_metrics is not None and not callable(compute_metrics):
-            raise ValueError(f"compute_metrics must be a function of groups, got {compute_metrics!r}; pass a function")
-        for name in ("eval_steps", "metric_for_best_model") if eval_dataset is None else ():
-            if (value := getattr(args, name)) is not None:
-                raise ValueError(f"eval_dataset must be given with {name}={value}, got None; leave that out")
-        calls = ("generate", "sync_weights")
-        if isinstance(rollout_engine, type) or not (
-            rollout_engine is None or all(callable(getattr(rollout_engine, name, None)) for name in calls)
-        ):
-            raise ValueError(
-                f"rollout_engine must have generate and sync_weights, got {rollout_engine!r}; make an engine, as "
-                "VLLMEngine(model, tokenizer, ...)"
-            )
+        self.in_update = False  # True: the parameters may be half updated, or the update counted and not made
+        check_arguments(args, eval_dataset, compute_metrics, rollout_engine)
         # a folder where another run trains is refused by train alone: evaluate and the doctor write nothing there
         check_run_folder(args.output_dir, args.resume_from_checkpoint, trains=False)
         on_error, timeout = args.reward_on_error, args.reward_timeout
@@ -124,7 +111,7 @@ class GRPOTrainer:
         """Trains until ``max_steps`` or ``max_train_seconds`` and returns the summary that it also writes.
 
         Args:
-            resume_from_checkpoint: a checkpoint folder, or "latest" (or True); by default that of the options.
+            resume_from_checkpoint: a checkpoint folder, "latest" (or True), or False; by default that of the options.
 
         Raises:
             KeyboardInterrupt: after SIGINT or SIGTERM, once the step is done and a checkpoint written.
@@ -136,7 +123,7 @@ class GRPOTrainer:
         title = f"{self.args.loss_type} on {type(self.policy).__name__}"
         explained = out_of_memory_explained(self.args, lambda memory: forecast_in_words(self, memory))
         with (
-            resumed_run(self, resume_from_checkpoint or self.args.resume_from_checkpoint),
+            resumed_run(self, resume_from_checkpoint),
             self.record.start(title, last_step=self.state.step if self.state.rollouts else -1),
             InterruptGuard() as guard,
             explained,
@@ -147,10 +134,10 @@ class GRPOTrainer:
             (done,) = agree(self.state.is_done(self.args))
             while not done:
                 before = self.state.step
-                metrics = self.step()
-                if self.state.rollouts == 1:
-                    rehearse(self)
-                with saving_on_error(self):
+                with saving_on_error(self, guard):
+                    metrics = self.step()
+                    if self.state.rollouts == 1:
+                        rehearse(self)
                     self._log_step(metrics)
                     self.state.check_rewards(metrics)
                     asked = self.callbacks("step_end", self.state, metrics=metrics)
@@ -160,6 +147,7 @@ class GRPOTrainer:
                     )
                     evaluates = evaluates or self.state.crossed(self.args.eval_steps, before)
                     saves = saves or self.state.crossed(self.args.save_steps, before)
+                    saves = saves or (ended and self.args.save_steps is not None)  # to go on with a larger max_steps
                     # not while gradients are not finite: these checkpoints would push out the last good ones
                     saves = interrupted or (saves and not self.state.skipped_in_a_row)
                     if evaluates and not (ended or interrupted):
@@ -169,7 +157,7 @@ class GRPOTrainer:
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
                 (done,) = agree(ended or asked.should_training_stop)
-            with saving_on_error(self):
+            with saving_on_error(self, guard):
                 self.save_model()
                 check_ranks_agree(self.policy)
                 self.state.evaluations["after"] = self._evaluate()
@@ -181,18 +169,13 @@ class GRPOTrainer:
         """One rollout and the optimiser updates it pays for; returns the metrics, equal on every process."""
         started, world = time.perf_counter(), self.accelerator.num_processes
         metrics = Metrics()
-        with saving_on_error(self):
-            rollout = self.collector.collect(self.source, self.sampling)
-            next_step = self.state.step + self.args.updates_per_rollout
-            if self.args.rollout_lag and next_step < self.args.max_steps:
-                self.collector.start_next(self.source, self._sampling(next_step))
+        rollout = self.collector.collect(self.source, self.sampling)
+        next_step = self.state.step + self.args.updates_per_rollout
+        if self.args.rollout_lag and next_step < self.args.max_steps:
+            self.collector.start_next(self.source, self._sampling(next_step))
         advantages = self.collector.advantages(rollout.kept)  # [P, G]
-        batch = collate(
-            rollout.kept,
-            advantages,
-            mask_truncated=self.args.mask_truncated_completions,
-            device=self.accelerator.device,
-        )
+        mask_truncated, device = self.args.mask_truncated_completions, self.accelerator.device
+        batch = collate(rollout.kept, advantages, mask_truncated=mask_truncated, device=device)
         with self.timer("logps"):
             batch = self.add_reference_logps(batch)
         with self.timer("update"), torch.enable_grad():  # whatever a reward function has left behind
@@ -263,7 +246,7 @@ class GRPOTrainer:
         metrics.add("grad_norm", norm)
         metrics.add("learning_rate", self.scheduler.get_last_lr()[0])
         self._prepared.check_adapters(float(norm))
-        before = self.state.step
+        before, self.in_update = self.state.step, True
         makes = self.state.count_update(window.num_loss_tokens, float(norm))
         if window.num_loss_tokens and (not makes or self.state.crossed(self.args.capsule_steps, before)):
             folder, rank = Path(self.args.output_dir) / "capsules", self.accelerator.process_index
@@ -272,6 +255,8 @@ class GRPOTrainer:
             keep_newest(folder, rf"update_(\d+)_{rank}\.safetensors", self.args.log_total_limit)
         if makes:
             self.optimizer.step()
+        self.in_update = False
+        if makes:
             self.scheduler.step()
         self.optimizer.zero_grad()
         self.state.check_gradients(float(norm))

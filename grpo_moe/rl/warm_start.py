@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, get_scheduler
 
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.checks import check_flag, check_int, check_number, keep_plain
-from grpo_moe.text import clean
+from grpo_moe.text import clean, say
 from grpo_moe.types import Completion, Prompt
 
 from .batch import Group, batch_logps, collate
@@ -111,7 +111,7 @@ def _train(model, tokenizer, demonstrations, options, unfinished):
         scheduler.step()
         if options.log_every and step % options.log_every == 0:
             seconds = time.perf_counter() - started
-            print(f"warm start {step}/{options.steps}  loss {loss.item():.3f}  {seconds:.0f} s", flush=True)
+            say(f"warm start {step}/{options.steps}  loss {loss.item():.3f}  {seconds:.0f} s")
         if options.save_every and step % options.save_every == 0 and step < options.steps:
             with atomic_path(unfinished) as temporary:
                 torch.save({"step": step, **{name: part.state_dict() for name, part in parts.items()}}, temporary)
@@ -127,7 +127,7 @@ def _load_unfinished(path: Path, parts: dict) -> int:
             part.load_state_dict(saved[name])
     except Exception as error:  # of many kinds: cut off, flipped, of another version
         raise ValueError(f"{path} must be an unfinished warm start, got {clean(error, 300)}; remove it") from error
-    print(f"warm start goes on after update {saved['step']}", flush=True)
+    say(f"warm start goes on after update {saved['step']}")
     return saved["step"]
 
 

@@ -14,6 +14,8 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
+from grpo_moe.checks import is_int, require
+from grpo_moe.text import clean
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
 
@@ -123,20 +125,29 @@ def _fault_of(completion: object, max_new_tokens: int, vocab_size: int | None) -
 
 
 def check_causal_lm(model: object) -> None:
-    """Raises TypeError for what is no transformers model."""
+    """Raises ValueError for what is no transformers model."""
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
+        raise ValueError(
             f"model must be a transformers causal LM, got {type(model).__name__}; pass the model itself: of PEFT's "
             "wrapper get_base_model(), of a compiled one what was compiled"
         )
 
 
 def stop_token_ids(model, tokenizer=None) -> tuple[int, ...]:
-    """Every EOS id of the generation config, the model config and the tokenizer, in that order, without repeats."""
+    """Every EOS id of the generation config, the model config and the tokenizer, in that order, without repeats.
+
+    Raises:
+        ValueError: one that is no token id of the model.
+    """
     ids: dict[int, None] = {}
-    for source in (getattr(model, "generation_config", None), model.config, tokenizer):
+    size = model.config.get_text_config().vocab_size
+    sources = {"model.generation_config": getattr(model, "generation_config", None), "model.config": model.config}
+    for name, source in {**sources, "tokenizer": tokenizer}.items():
         eos = getattr(source, "eos_token_id", None)
-        ids.update(dict.fromkeys([] if eos is None else eos if isinstance(eos, list | tuple) else [eos]))
+        listed = [] if eos is None else eos if isinstance(eos, list | tuple) else [eos]
+        fits = all(is_int(token) and 0 <= token < size for token in listed)
+        require(fits, f"{name}.eos_token_id", f"token ids in 0..{size - 1}", eos, "set it to tokenizer.eos_token_id")
+        ids.update(dict.fromkeys(listed))
     return tuple(ids)
 
 
@@ -178,11 +189,29 @@ def uniforms(keys: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
 
 
 def with_text(completions: list[Completion], tokenizer) -> list[Completion]:
-    """The same completions with their text decoded, special tokens left out."""
+    """The same completions with their text decoded, special tokens left out.
+
+    Raises:
+        ValueError: the tokenizer fails on tokens of its own.
+    """
     if tokenizer is None:
         return completions
-    texts = tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
+    ids = [c.token_ids for c in completions]
+    try:
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+    except Exception:  # a slow one, for which embeddings beyond its tokens are no text but an error
+        texts = _decoded(tokenizer, [[token for token in row if token < len(tokenizer)] for row in ids])
     return [replace(c, text=text) for c, text in zip(completions, texts, strict=True)]
+
+
+def _decoded(tokenizer, ids: list[list[int]]) -> list[str]:
+    try:
+        return tokenizer.batch_decode(ids, skip_special_tokens=True)
+    except Exception as error:  # its code is anybody's
+        raise ValueError(
+            f"tokenizer must decode each of its {len(tokenizer)} tokens, got {type(error).__name__} "
+            f"({clean(error)}) of {type(tokenizer).__name__}; mend it, or use a fast one"
+        ) from error
 
 
 @contextmanager

@@ -64,8 +64,8 @@ class NativeEngine:
     One engine is for one thread.
 
     Raises:
-        TypeError: no transformers model, or one with layers that carry another state, as linear attention.
-        ValueError: a model whose head, or whose steps on a cache, are not its own.
+        TypeError: a model with layers that carry another state, as linear attention; HFEngine runs it.
+        ValueError: no transformers model, or one whose head, or whose steps on a cache, are not its own.
     """
 
     in_process = True

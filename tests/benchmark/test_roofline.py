@@ -103,5 +103,5 @@ def test_the_lines_that_are_kept_are_rendered_as_the_readme_says(bench):
     import render
 
     text = render.render(render.read_lines(ROOT / "benchmark" / "results" / "h200.jsonl"))
-    assert "| qwen3 | 8 | 8 | 128 | 256 | 16 | step 0.794 s, rollout 0.389 s, rest 0.405 s, 58.9 GiB |" in text
-    assert "| dapo | none | 0 | 0.152 -> 0.456, 164 updates |" in text
+    assert "| qwen3 | 8 | 8 | 128 | 256 | 16 | step 0.717 s, rollout 0.36 s, rest 0.357 s, 56.5 GiB |" in text
+    assert "| dapo | none | 0 | 0.166 -> 0.536, 332 updates |" in text

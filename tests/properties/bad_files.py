@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -14,9 +15,19 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
+from tiny import prompt_rows, share_of_letter, tiny_config, tiny_model, tokenizer
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
-from grpo_moe import GRPOConfig, GRPOTrainer, cli
+from grpo_moe import GptOssLiteForCausalLM, GRPOConfig, GRPOTrainer, cli
 from grpo_moe.data import character_tokenizer
 from grpo_moe.ops import LossConfig
 from grpo_moe.rl import parse_args
@@ -469,6 +480,42 @@ def trainers(folder: Path) -> Iterator[Bad]:
     yield Bad("a frozen model", build(model=frozen), "model must have parameters that require gradients")
 
 
+def policies(folder: Path) -> Iterator[Bad]:
+    """Models and tokenizers that the trainer refuses before any work, and checkpoints that are none."""
+    args = GRPOConfig(output_dir=str(folder), per_device_train_batch_size=8, max_completion_length=4, use_cpu=True)
+
+    def make(model: torch.nn.Module, tokens: Any = None) -> GRPOTrainer:
+        return GRPOTrainer(model, share_of_letter, args, prompt_rows(2), processing_class=tokens or tokenizer())
+
+    for value, name in ((NAN, "model.norm.weight"), (math.inf, "model.embed_tokens.weight"), (NAN, "lm_head.weight")):
+        model = tiny_model(num_hidden_layers=1, tie_word_embeddings=False)
+        model.get_parameter(name).data.view(-1)[-1] = value
+        yield Bad(f"{value} in {name}", partial(make, model), f"must be finite, got NaN or infinities in {name};")
+    with torch.device("meta"):
+        empty = GptOssLiteForCausalLM(tiny_config())
+    unsavable = tiny_model(num_hidden_layers=1)
+    unsavable.generation_config.temperature = 0.5
+    sizes = dict(vocab_size=30, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
+    t5 = T5Config(vocab_size=30, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    for model, says in (
+        (empty, "must hold numbers, got model.embed_tokens.weight and .* meta device"),
+        (T5ForConditionalGeneration(t5), "model must be a decoder alone, got .*T5ForConditionalGeneration"),
+        (LlamaModel(LlamaConfig(**sizes)), "head of LlamaModel must be .* AutoModelForCausalLM"),
+        (LlamaForSequenceClassification(LlamaConfig(**sizes)), "head of Llama.* must be .* AutoModelForCausalLM"),
+        (torch.nn.DataParallel(tiny_model(num_hidden_layers=1)), "model must be a transformers.*got DataParallel;"),
+        (unsavable, "generation_config of .* must be one that transformers saves, got .*temperature"),
+    ):
+        yield Bad(type(model).__name__, partial(make, model), says)
+    holes = Tokenizer(WordLevel({"<eos>": 2, "a": 500}, unk_token="a"))
+    holes = PreTrainedTokenizerFast(tokenizer_object=holes, eos_token="<eos>")
+    call = partial(make, tiny_model(num_hidden_layers=1), holes)
+    yield Bad("ids with holes", call, "processing_class must have token ids below the model's 30, got 500 of 'a'")
+    trainer = make(tiny_model(num_hidden_layers=1))
+    for value in ("", 4, 1.5, b"latest", [], "nowhere"):
+        call = partial(trainer.train, resume_from_checkpoint=value)
+        yield Bad(f"resume_from_checkpoint={value!r}", call, "resume_from_checkpoint must be")
+
+
 AREAS: dict[str, Callable[[Path], Iterator[Bad]]] = {
     "grpo-moe plan": plans,
     "grpo-moe report": reports,
@@ -478,4 +525,5 @@ AREAS: dict[str, Callable[[Path], Iterator[Bad]]] = {
     "recipes": recipes,
     "models and tokenizers": models,
     "the trainer": trainers,
+    "policies": policies,
 }

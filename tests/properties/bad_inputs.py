@@ -111,6 +111,10 @@ def out_of_range() -> Iterator[Bad]:
         ("dual_clip", 1.0),
         ("delta", 1.2),
         ("warmup_steps", 10**400),
+        *((name, 1e39) for name in ("epsilon", "epsilon_high", "delta", "dual_clip", "beta", "router_aux_loss_coef")),
+        ("learning_rate", 1e300),
+        ("max_grad_norm", 1e31),
+        ("weight_decay", 2**200),
     ):
         yield Bad(f"{name}={value!r:.30}", partial(GRPOConfig, **{name: value}), name)
 
@@ -229,6 +233,16 @@ def sampling() -> Iterator[Bad]:
     for name, values in {"bucket_bytes": (0, -1, "1", None, 1.5, True), "dtype": ("float16", int, torch.int8)}.items():
         for value in values:
             yield Bad(f"FolderTransfer({name}={value!r})", partial(FolderTransfer, "x", **{name: value}), name)
+
+
+def ends() -> Iterator[Bad]:
+    """EOS ids that no token of the model has."""
+    for value in ("</s>", [2, 999], -1, 30, [2.5], True, ["2"]):
+        for place in ("generation_config", "config"):
+            model = tiny_model(num_hidden_layers=1)
+            getattr(model, place).eos_token_id = value
+            call = partial(HFEngine, model, tokenizer())
+            yield Bad(f"{place}.eos_token_id={value!r}", call, f"model.{place}.eos_token_id must be")
 
 
 # --- data
@@ -404,6 +418,9 @@ def rewards() -> Iterator[Bad]:
         np.array([1j, 2j]), np.array(["1", "2"]), np.array([NAN, 1.0]), np.ones(3), torch.ones(2, 1), torch.ones(3),
         torch.tensor(1.0), torch.tensor([NAN, 1.0]), torch.ones(2, dtype=torch.complex64), [torch.ones(2)] * 2,
         [np.ones(2)] * 2, [[None], None], torch.ones(2, device="meta"), datasets.Dataset.from_dict({"a": [1, 2]}),
+        [np.str_("1"), 2.0], [np.bytes_("1"), 2.0], [np.complex128(1j), 1.0], [np.complex64(1), 1.0],
+        [np.datetime64("2020"), 1.0], [torch.tensor(1j), 1.0], [1e308, 1.0], [-1e308, 1.0], [1.0, 1e37],
+        np.array([1e308, 0.0]), torch.tensor([1e38, 0.0]),
     ):  # fmt: skip
         yield Bad(f"returned {value!r:.40}", score(_returning(value)), "reward function 'lambda' must return")
     yield Bad("a generator function", score(_yields), "reward function '_yields' must return")
@@ -523,6 +540,8 @@ def advantages() -> Iterator[Bad]:
         torch.ones(2, 1),
         torch.ones(2, 2, 2),
         torch.tensor([[INF, 0.0]]),
+        torch.tensor([[1e37, 0.0]]),
+        torch.tensor([[0.0, NAN, -1e308]], dtype=torch.float64),
     ):
         yield Bad(
             f"group_advantages({value!r:.30})", partial(group_advantages, value), "rewards must be|num_generations"
@@ -705,7 +724,7 @@ def experts() -> Iterator[Bad]:
 AREAS: dict[str, list[Callable[[], Iterator[Bad]]]] = {
     "options of a run": [partial(wrong_kinds, GRPOConfig), out_of_range, contradictions],
     "options of a loss": [partial(wrong_kinds, LossConfig)],
-    "sampling and engines": [partial(wrong_kinds, SamplingParams), sampling],
+    "sampling and engines": [partial(wrong_kinds, SamplingParams), sampling, ends],
     "datasets": [data],
     "rewards": [rewards, reward_callers, reward_makers, advantages],
     "losses": [losses, heads],

@@ -39,6 +39,7 @@ def finish(process, timeout=240):
     return process.returncode, output
 
 
+@pytest.mark.slow
 def test_interrupted_by_a_signal_it_goes_on_where_it_stopped(tmp_path):
     process = launch(tmp_path, "--max_steps", "400", "--max_train_seconds", "600")
     metrics = tmp_path / "run" / "metrics.jsonl"

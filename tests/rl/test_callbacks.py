@@ -56,7 +56,7 @@ def run(
 
 def test_callbacks_hear_everything_and_are_heeded(tmp_path):
     heard = Recorder(stop_at=6)
-    summary = run(tmp_path, callbacks=[heard]).train()
+    summary = run(tmp_path, callbacks=iter([heard])).train()
     assert summary["steps"] == 6
     assert [event for event in heard.events if event[0] not in ("log",)] == [
         ("train_begin", 0), ("step_end", 2), ("evaluate", 2), ("step_end", 4), ("step_end", 6), ("evaluate", 6),
@@ -122,6 +122,79 @@ def test_an_error_between_updates_leaves_a_checkpoint_of_what_was_learned(tmp_pa
         assert torch.equal(ours, expected)
 
 
+def raises_at(call, error):
+    """A wrapper of a function, which raises at its ``call``-th call from 1, once."""
+    calls = iter(range(1, 10**6))
+
+    def wrapped(function):
+        def called(*args, **given):
+            if next(calls) == call:
+                raise error
+            return function(*args, **given)
+
+        return called
+
+    return wrapped
+
+
+@pytest.mark.parametrize(
+    ("where", "call", "kept"),
+    [
+        ("loss", 5, 4),  # the first micro-batch of the third rollout, which is drawn again
+        ("schedule", 4, 3),  # its first call is before training
+        ("engine", 2, 4),
+    ],
+)
+def test_an_error_around_an_update_leaves_a_checkpoint_of_the_whole_ones(tmp_path, where, call, kept):
+    raises = raises_at(call, OSError("gone"))
+
+    def with_schedule(path, factor=lambda step: 1.0):
+        model = tiny_model()
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        return run(path, model, optimizers=(sgd, torch.optim.lr_scheduler.LambdaLR(sgd, factor)))
+
+    made = with_schedule(tmp_path / "cut", raises(lambda step: 1.0) if where == "schedule" else lambda step: 1.0)
+    if where == "loss":
+        made.loss = raises(made.loss)
+    elif where == "engine":
+        made.collector.engine.sync_weights = raises(made.collector.engine.sync_weights)
+    with pytest.raises(OSError, match="gone") as raised:
+        made.train()
+    assert f"checkpoint-{kept} holds the run up to update {kept}" in raised.value.__notes__[0]
+    resumed, whole = with_schedule(tmp_path / "cut"), with_schedule(tmp_path / "whole")
+    resumed.train(resume_from_checkpoint="latest")
+    if where != "schedule":  # in the middle of a rollout, whose rest is left out
+        whole.train()
+        for ours, expected in zip(resumed.policy.parameters(), whole.policy.parameters(), strict=True):
+            assert torch.equal(ours, expected)
+
+
+def test_half_an_update_is_not_saved(tmp_path):
+    made = run(tmp_path, save_steps=2)
+    made.optimizer.step = raises_at(3, OSError("gone"))(made.optimizer.step)
+    with pytest.raises(OSError, match="gone") as raised:
+        made.train()
+    (note,) = raised.value.__notes__
+    assert (
+        note.startswith("update 3 is not saved")
+        and f"resume_from_checkpoint='{tmp_path}/checkpoint-2' goes on before it" in note
+    )
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-2"]
+
+
+@pytest.mark.parametrize("where", ["reward", "callback"])
+def test_a_keyboard_interrupt_that_user_code_raises_saves(tmp_path, where):
+    class Stops(TrainerCallback):
+        def on_step_end(self, args, state, control, **given):
+            if where == "callback" and state.global_step == 4:
+                raise KeyboardInterrupt
+
+    reward = raises_at(5, KeyboardInterrupt())(share_of_letter) if where == "reward" else share_of_letter
+    with pytest.raises(KeyboardInterrupt, match="checkpoint-4 holds the run up to update 4"):
+        run(tmp_path, callbacks=[Stops()], reward=reward).train()
+    assert [path.name for path in list_checkpoints(tmp_path)] == ["checkpoint-4"]
+
+
 def test_a_resume_from_another_folder_goes_on_in_its_own(tmp_path):
     run(tmp_path / "a", max_steps=4, save_steps=2).train()
     options = {"resume_from_checkpoint": str(tmp_path / "a" / "checkpoint-2"), "save_steps": 2, "save_total_limit": 2}
@@ -149,11 +222,17 @@ def test_the_first_and_last_evaluation_can_be_the_best(tmp_path):
 
 def test_foreign_optimisers_and_schedules_are_refused(tmp_path):
     model, other = tiny_model(), torch.nn.Linear(2, 2)
+    sgd = torch.optim.SGD(model.parameters(), lr=1)
     for optimizers, message in (
         ((torch.optim.SGD(other.parameters(), lr=1), None), "optimizers must hold every parameter .*got none of"),
         ((None, torch.optim.lr_scheduler.ConstantLR(torch.optim.SGD(other.parameters(), lr=1))), "schedule of their"),
         (("adam", None), "torch.optim.Optimizer or None first, got 'adam'"),
         (None, "optimizers must be an optimiser and a schedule, each may be None, got None"),
+        ((torch.optim.LBFGS(model.parameters()), None), "without arguments, got LBFGS, whose step needs closure; use"),
+        (
+            (sgd, torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)),
+            "got ReduceLROnPlateau, whose step needs metrics; use",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             run(tmp_path, model, optimizers=optimizers)
@@ -183,6 +262,15 @@ def test_given_optimisers_are_used(tmp_path):
     made.step()
     assert made.optimizer.optimizer is optimizer
     assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 * 0.25**2)
+
+
+def test_a_resume_under_another_schedule_is_refused(tmp_path):
+    run(tmp_path, max_steps=2, save_steps=2).train()
+    model = tiny_model()
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    cosine = torch.optim.lr_scheduler.CosineAnnealingLR(adam, 3)
+    with pytest.raises(ValueError, match="changes lr_scheduler: 'LambdaLR' -> 'CosineAnnealingLR'; drop them or"):
+        run(tmp_path, model, optimizers=(adam, cosine)).train(resume_from_checkpoint="latest")
 
 
 def test_the_reference_moves_toward_the_policy_and_survives_a_resume(tmp_path):

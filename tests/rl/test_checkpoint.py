@@ -74,6 +74,18 @@ def run(tmp_path):
 # --- round trip
 
 
+def test_tied_weights_are_saved_once_without_a_word_and_loaded_into_both(tmp_path, caplog):
+    run = Run(tmp_path, width=3)
+    run.model.tied = torch.nn.Linear(3, 3)
+    run.model.tied.weight = run.model.weight
+    run.step()
+    path, saved = run.save(1), run.weights()
+    assert not caplog.records
+    run.step()
+    run.load(path)
+    assert run.model.tied.weight is run.model.weight and same(run.weights(), saved)
+
+
 def test_weights_optimiser_and_state_come_back(run, tmp_path):
     run.step()
     path = run.save(1, source={"position": 7}, phase_seconds={"rollout": 0.1 + 0.2})

@@ -124,6 +124,36 @@ def test_make_display_chooses_once(screen, monkeypatch):
     assert type(make_display(True, None, "run")) is PlainDisplay
 
 
+class Failing(io.StringIO):
+    """As a pipe that nobody reads any more, or a terminal that is gone."""
+
+    def __init__(self, terminal):
+        super().__init__()
+        self.isatty = lambda: terminal
+
+    def write(self, text):
+        raise BrokenPipeError("nobody reads")
+
+    flush = close = lambda self: None
+
+
+@pytest.mark.parametrize("kind", ["none", "closed", "a pipe", "a terminal"])
+@pytest.mark.parametrize("fails", ["from the start", "later"])
+def test_a_run_outlives_its_standard_output(screen, monkeypatch, caplog, kind, fails):
+    closed = io.StringIO()
+    closed.close()
+    gone = {"none": None, "closed": closed}.get(kind, Failing(kind == "a terminal"))
+    monkeypatch.setattr("grpo_moe.text.LenientFile._has_warned", False)
+    screen(terminal=kind == "a terminal")
+    if fails == "from the start":
+        monkeypatch.setattr(sys, "stdout", gone)
+    display = make_display(True, 3, "title")
+    monkeypatch.setattr(sys, "stdout", gone)
+    show_a_run(display, "text")
+    lost = [message for message in caplog.messages if message.startswith("Standard output takes no more text")]
+    assert len(lost) == (kind != "none" and not (kind == "a terminal" and fails == "later"))
+
+
 def test_null_display_shows_nothing(screen):
     shown = screen()
     show_a_run(NullDisplay(), "text")

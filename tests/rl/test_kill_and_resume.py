@@ -177,7 +177,9 @@ def abort():
     raise Killed
 
 
-@pytest.mark.parametrize("update", range(1, UPDATES + 1))
+@pytest.mark.parametrize(
+    "update", [u if u in (1, 5, 6, 11) else pytest.param(u, marks=pytest.mark.slow) for u in range(1, UPDATES + 1)]
+)
 def test_a_run_stopped_at_any_update_ends_as_the_whole_one(tmp_path, whole, update):
     """Epoch 0 is updates 1 to 5, epoch 2 begins within update 11's rollout."""
     run = trainer(tmp_path)

@@ -222,6 +222,13 @@ def test_checkpoints_rotate_and_half_written_ones_are_ignored(tmp_path):
     assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
 
 
+def test_the_end_of_a_run_is_saved_and_a_larger_max_steps_goes_on_from_there(tmp_path):
+    trainer(tmp_path, save_steps=4).train()
+    assert [p.name for p in list_checkpoints(tmp_path)] == ["checkpoint-4", "checkpoint-6"]
+    run = trainer(tmp_path, save_steps=4, max_steps=8)
+    assert run.train(resume_from_checkpoint="latest")["steps"] == 8 and run.state.rollouts == 4
+
+
 def test_a_foreign_checkpoint_is_refused(tmp_path):
     with pytest.raises(ValueError, match="resume_from_checkpoint must be 'latest' or a checkpoint folder"):
         trainer(tmp_path).train(resume_from_checkpoint=str(tmp_path / "nowhere"))
@@ -275,6 +282,7 @@ def test_overlong_completions_are_punished_in_the_reward_but_not_in_the_pass_rat
     assert metrics["reward"] < 1 and metrics["pass_rate"] == 1
 
 
+@pytest.mark.curves
 def test_evaluation_and_summary(tmp_path):
     run = trainer(
         tmp_path,
@@ -564,7 +572,7 @@ def test_other_options_are_refused_on_resume_and_a_longer_run_is_not(tmp_path):
 
 def test_the_latest_checkpoint_is_one_of_the_last_run(tmp_path, capsys):
     trainer(tmp_path, save_steps=2).train()
-    trainer(tmp_path, max_steps=2).train()  # a fresh run that saves nothing
+    trainer(tmp_path, max_steps=2, save_steps=None).train()  # a fresh run that saves nothing
     assert list_checkpoints(tmp_path) == []
     trainer(tmp_path, max_steps=2).train(resume_from_checkpoint="latest")
     assert "No checkpoint of the last run" in capsys.readouterr().out

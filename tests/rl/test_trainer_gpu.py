@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.state import AcceleratorState
 from moe_families import tiny_moe
 from test_trainer import trainer
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
@@ -9,6 +10,12 @@ from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 from grpo_moe import GRPOConfig, GRPOTrainer
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def precision_of_its_own():
+    """The first Accelerator of a process fixes its precision."""
+    AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True, "beta": 0.1, "routing_replay": "R3"}])

@@ -3,8 +3,8 @@ import torch
 from tiny import prompt, tiny_model, tokenizer
 
 from grpo_moe.rollout import HFEngine, NativeEngine
-from grpo_moe.rollout.base import sequence_keys, stop_token_ids, uniforms
-from grpo_moe.types import SamplingParams
+from grpo_moe.rollout.base import sequence_keys, stop_token_ids, uniforms, with_text
+from grpo_moe.types import Completion, SamplingParams
 
 
 def splitmix64(seed, n):
@@ -55,3 +55,20 @@ def test_an_eos_of_the_tokenizer_alone_ends_completions_too(engine_of, on_model)
         assert completion.finish_reason == ("stop" if last in expected else "length")
     ended = {c.token_ids[-1] for group in groups for c in group if c.finish_reason == "stop"}
     assert ended == expected
+
+
+def test_a_slow_tokenizer_may_fail_on_tokens_that_it_does_not_have_and_on_no_others():
+    class Slow:
+        letters = "abcdefghij"
+
+        def __len__(self):
+            return 10
+
+        def batch_decode(self, sequences, **options):
+            return ["".join(self.letters[token] for token in ids) for ids in sequences]
+
+    made = [Completion(ids, (0.0,) * len(ids), "stop") for ids in ((1, 2), (29, 3, 10))]
+    assert [c.text for c in with_text(made, Slow())] == ["bc", "d"]
+    Slow.letters = "ab"
+    with pytest.raises(ValueError, match=r"must decode each of its 10 tokens, got IndexError \(.*\) of Slow; mend it"):
+        with_text(made, Slow())

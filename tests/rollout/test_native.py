@@ -235,7 +235,7 @@ def test_models_that_are_no_causal_lm_are_refused():
     model = tiny_moe("qwen3_moe")
     with pytest.raises(ValueError, match="the head of Qwen3MoeModel must be a linear layer"):
         NativeEngine(model.model)
-    with pytest.raises(TypeError, match="model must be a transformers causal LM, got Linear; pass the model itself"):
+    with pytest.raises(ValueError, match="model must be a transformers causal LM, got Linear; pass the model itself"):
         NativeEngine(torch.nn.Linear(2, 2))
     with pytest.raises(ValueError, match="max_rows must be at least 1, got 0"):
         NativeEngine(model, max_rows=0)

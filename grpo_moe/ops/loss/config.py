@@ -17,6 +17,7 @@ LOSS_TYPES = (*_PPO_TYPES, "cispo", "sapo", "vespo", "gmpo", "dppo_tv", "dppo_kl
 KL_ESTIMATORS = ("k1", "k2", "k3")
 IMPORTANCE_SAMPLING_LEVELS = ("token", "sequence")
 MIN_TEMPERATURE = 1e-6
+LARGEST = 1e30  # of any number among the options: what follows from it stays within float32
 
 _DEFAULT_SAMPLER_BOUNDS = {
     "none": (0.0, math.inf),
@@ -153,7 +154,7 @@ def check_types(config: LossConfig) -> None:
     """Values from YAML or a script may be of any type; the rules compare numbers.
 
     Raises:
-        ValueError: an option of another type than its field, or a number that is not finite.
+        ValueError: an option of another type than its field, or a number that is not finite or beyond float32.
     """
     for name, allowed in _allowed_types(type(config)).items():
         value = getattr(config, name)
@@ -163,6 +164,8 @@ def check_types(config: LossConfig) -> None:
         no_bound = name == "sampler_clip_max" and value == math.inf
         if is_number(value) and not (is_finite(value) or no_bound):
             raise ValueError(f"{name} must be finite, got {value!r}; leave it out for its default")
+        if is_number(value) and not (abs(float(value)) <= LARGEST or no_bound):
+            raise ValueError(f"{name} must be at most {LARGEST:g} in size, got {value!r}; it would overflow float32")
 
 
 @functools.cache
