@@ -150,8 +150,9 @@ def test_a_log_of_months_is_cut_without_being_held(tmp_path):
 
 def test_what_a_step_adds_to_the_folder_is_its_lines_alone(tmp_path):
     """The sizes that the README states: of every file that grows, a line of so many bytes."""
-    trainer(tmp_path / "4", max_steps=4, log_completions=False, eval_steps=None, capsule_steps=None).train()
-    trainer(tmp_path / "8", max_steps=8, log_completions=False, eval_steps=None, capsule_steps=None).train()
+    off = {"log_completions": False, "eval_steps": None, "capsule_steps": None, "save_steps": None}
+    for steps in (4, 8):
+        trainer(tmp_path / str(steps), max_steps=steps, **off).train()
     short, long = files_in(tmp_path / "4"), files_in(tmp_path / "8")
     assert short.keys() == long.keys()
     grown = {name: (long[name] - short[name]) / 4 for name in short if long[name] > short[name] + 100}
