@@ -599,7 +599,7 @@ def test_the_state_of_another_stream_is_refused(tokenizer):
 
 
 def test_a_stream_without_an_end_is_refused_where_all_of_it_is_needed(tokenizer, monkeypatch):
-    monkeypatch.setattr("grpo_moe.data._MOST_ROWS", 5)
+    monkeypatch.setattr("grpo_moe.data.stream._MOST_ROWS", 5)
     endless = datasets.IterableDataset.from_generator(lambda: ({"prompt": f"{i}"} for i in itertools.count()))
     assert len(PromptStream(endless.take(5), tokenizer).all()) == 5
     stream = PromptStream(endless, tokenizer)
