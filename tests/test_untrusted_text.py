@@ -34,7 +34,7 @@ from grpo_moe.rl.loading import load_policy, load_tokenizer
 from grpo_moe.rl.metrics import MetricsWriter, read_metrics
 from grpo_moe.rl.report import write_completions, write_summary
 from grpo_moe.rl.run_folder import checksum, file_facts, start_run
-from grpo_moe.rollout.vllm import _Client
+from grpo_moe.rollout.vllm_client import Client
 from grpo_moe.text import clean, encodable, printable, steers_or_hides
 from grpo_moe.types import RolloutBatch
 
@@ -370,7 +370,7 @@ def test_the_key_of_a_server_follows_no_redirect_and_its_reply_steers_nothing():
 
     with HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        client = _Client(f"http://127.0.0.1:{server.server_port}", 10.0, "secret")
+        client = Client(f"http://127.0.0.1:{server.server_port}", 10.0, "secret")
         for path in ("/away", "/fault"):
             with pytest.raises(RuntimeError, match=f"{path} must succeed") as caught:
                 client.get(path)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import base64
-import http.client
 import io
-import json
 import os
 import time
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +17,6 @@ import torch
 from grpo_moe.adapters.hf_head import add_token_logps
 from grpo_moe.adapters.routing import RoutingRecord
 from grpo_moe.checks import check_int, check_number, require
-from grpo_moe.text import clean
 from grpo_moe.types import Completion, Prompt, SamplingParams
 
 from .base import (
@@ -36,6 +30,7 @@ from .base import (
 )
 from .probe import MAX_TOLERANCE, Probe, model_logps
 from .routes import routing_hooks
+from .vllm_client import Client, is_address
 from .vllm_transfer import FolderTransfer, NCCLTransfer, Server
 from .weights import is_sharded, published_weights
 
@@ -106,7 +101,7 @@ class VLLMEngine:
         self.model, self.tokenizer, self.transfer = add_token_logps(model), tokenizer, transfer
         self.max_requests = max_requests
         self.stop_ids = stop_token_ids(model, tokenizer)
-        self.server = _Client(url.rstrip("/"), timeout, api_key)
+        self.server = Client(url.rstrip("/"), timeout, api_key)
         self.served_model, self.server_context = self._served(served_model)
         self.vocab_size = model.config.get_text_config().vocab_size
         self.layers = model.config.get_text_config().num_hidden_layers
@@ -267,75 +262,8 @@ class VLLMEngine:
         return [entry[str(token)]["logprob"] for token, entry in zip(ids[1:], scored[1:], strict=True)]
 
 
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """urllib would take the API key along, to any host."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-@dataclass(frozen=True)
-class _Client:
-    """JSON over HTTP, straight to the server whatever proxies the environment names."""
-
-    url: str
-    timeout: float
-    api_key: str | None = field(repr=False)
-
-    def get(self, path: str) -> dict[str, Any]:
-        return self._call("GET", path)
-
-    def post(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
-        return self._call("POST", path, b"" if body is None else json.dumps(body).encode())
-
-    def _call(self, method: str, path: str, data: bytes | None = None) -> dict[str, Any]:
-        headers = {"Content-Type": "application/json"}
-        if self.api_key:
-            headers["Authorization"] = f"Bearer {self.api_key}"
-        request = urllib.request.Request(self.url + path, data, headers, method=method)
-        try:
-            opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirect)
-            with opener.open(request, timeout=self.timeout) as x:
-                return json.load(x)
-        except urllib.error.HTTPError as error:
-            raise self._refusal(path, error) from None
-        except (OSError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            if isinstance(reason, TimeoutError):
-                raise TimeoutError(
-                    f"timeout must be longer than {path} takes at {self.url}, got {self.timeout} seconds; raise it, or "
-                    "see the log of the server"
-                ) from error
-            raise ConnectionError(
-                f"url must be that of a running vLLM server, got {self.url}: {reason}; start it with vllm serve, or "
-                "see its log"
-            ) from error
-
-    def _refusal(self, path: str, error: urllib.error.HTTPError) -> Exception:
-        if error.code in (401, 403):
-            given = "another" if self.api_key else "none"
-            return PermissionError(
-                f"api_key must be that of the server at {self.url}, got {given} ({error.code}); pass it or set "
-                "VLLM_API_KEY"
-            )
-        if error.code == 404 and not path.startswith("/v1/"):
-            return ValueError(
-                f"the server at {self.url} must have {path}, got 404; start vLLM 0.32 or later with "
-                "VLLM_SERVER_DEV_MODE=1"
-            )
-        text = clean(error.read(10_000).decode(errors="replace"), 500)
-        if "Out of range float values" in text:  # its JSON has no NaN: an expert that never came is whatever was there
-            return RuntimeError(
-                f"log-probabilities at {self.url} must be finite, got NaN or infinity; its weights are incomplete or "
-                "wrongly mapped: do not train on its rollouts"
-            )
-        if error.code == 400:
-            return ValueError(f"{path} must suit the model served at {self.url}, got {text}; serve this model")
-        return RuntimeError(f"{path} must succeed at {self.url}, got {error.code} {text}; see the server's log")
-
-
 def _check_options(transfer, url, api_key, served_model, tolerance, max_requests, timeout) -> None:
-    if not _is_address(url):
+    if not is_address(url):
         raise ValueError(
             f"url must start with http:// or https:// and name a host, got {url!r}; as http://127.0.0.1:8000"
         )
@@ -352,16 +280,6 @@ def _check_options(transfer, url, api_key, served_model, tolerance, max_requests
         check_number("tolerance", tolerance, lambda x: x > 0, "positive, in nats", fix="None measures it")
     check_int("max_requests", max_requests, least=1, fix="256 is the default")
     check_number("timeout", timeout, lambda x: x > 0, "positive, in seconds", fix="600 is the default")
-
-
-def _is_address(url: object) -> bool:
-    if not isinstance(url, str) or not url.isprintable() or " " in url:
-        return False
-    try:
-        parts = urllib.parse.urlsplit(url)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0  # port raises
-    except ValueError:
-        return False
 
 
 def _router_of(model, sampling: SamplingParams, ids: torch.Tensor) -> RoutingRecord:
