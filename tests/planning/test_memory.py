@@ -152,7 +152,7 @@ def tensors():
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("precision", ["fp32", "autocast", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "autocast", pytest.param("bf16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["gptoss_lite", "qwen3_moe", "gpt_oss"])
 def test_activations_are_what_autograd_keeps(family, precision, checkpointing):
     model = tiny(family, checkpointing)

@@ -100,7 +100,10 @@ def some_of_everything(prompts, completions, letter, **_):
     return [None if i % 4 == 1 else score for i, score in enumerate(scores)]
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    "loss_type",
+    [x if x in ("dapo", "cispo", "gmpo", "dppo_kl") else pytest.param(x, marks=pytest.mark.slow) for x in LOSS_TYPES],
+)
 def test_the_waterfall_adds_up_with_every_option_at_once(tmp_path, loss_type):
     options = dict(
         loss_type=loss_type, num_iterations=3, max_completion_length=24, off_policy_mask_threshold=0.001,
