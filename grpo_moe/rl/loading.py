@@ -28,6 +28,7 @@ from grpo_moe.rewards import RewardCaller
 from grpo_moe.text import clean
 
 from .config import GRPOConfig
+from .sharding import check_whole
 
 
 def check_arguments(args: Any, eval_dataset: Any, compute_metrics: Any, rollout_engine: Any) -> None:
@@ -62,8 +63,8 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
         kwargs: for ``from_pretrained``.
 
     Raises:
-        ValueError: nothing is found there, it has an encoder, its weights are quantised or its generation_config could
-            not be saved, or peft_config comes with adapters already.
+        ValueError: nothing is found there, it has an encoder, its weights are quantised or split over processes, its
+            generation_config could not be saved, or peft_config comes with adapters already.
     """
     if isinstance(model, str | os.PathLike) and str(model):
         policy, adapters = _load(model, **kwargs), None
@@ -80,6 +81,7 @@ def load_policy(model: Any, peft_config: Any = None, **kwargs: Any) -> tuple[Pre
             f"model must be a decoder alone, got the encoder and decoder of {type(policy).__name__}; use a causal LM, "
             "as AutoModelForCausalLM loads"
         )
+    check_whole(policy)
     _check_generation_config(policy)
     quantised = [name for name, p in policy.named_parameters() if p.element_size() == 1]
     if quantised:

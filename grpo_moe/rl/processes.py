@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from .config import GRPOConfig
 from .launch import runs_on_cpu, world_size
-from .sharding import shard_on_cpus, sharding_plugin
+from .sharding import check_parallelism, shard_on_cpus, sharding_plugin
 
 
 def make_accelerator(args: GRPOConfig) -> Accelerator:
@@ -21,7 +21,8 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
 
     Raises:
         RuntimeError: a state made before knows of other processes.
-        ValueError: DeepSpeed, FSDP that is not supported, another precision than before, a missing tracker.
+        ValueError: DeepSpeed, FSDP or parallelism that is not supported, another precision than before, a missing
+            tracker.
     """
     if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
         raise ValueError(
@@ -57,6 +58,7 @@ def make_accelerator(args: GRPOConfig) -> Accelerator:
             f"num_processes must be {world_size()} as launched, got {accelerator.num_processes}; make no accelerate "
             "state before the trainer, or one with runs_on_cpu()"
         )
+    check_parallelism(accelerator)
     accelerator.gradient_accumulation_steps = 1  # its backward would divide; the loss has its own normaliser
     return accelerator
 

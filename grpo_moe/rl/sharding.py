@@ -48,6 +48,40 @@ def shard_on_cpus(plugin: FullyShardedDataParallelPlugin) -> None:
         PartialState._shared_state.update(distributed_type=DistributedType.FSDP, fsdp_plugin=plugin)
 
 
+def check_whole(model: torch.nn.Module) -> None:
+    """Refuses a model that its loading has split over the processes, as expert or tensor parallelism do.
+
+    All processes of a split must run each forward together, and here each generates and learns from rows of its own.
+
+    Raises:
+        ValueError: naming the first parameter that is a shard, or the processes that a pipeline's stages stand on.
+    """
+    found = next((f"{n} as a shard" for n, p in model.named_parameters() if isinstance(p, DTensor)), None)
+    if found is None and (mesh := getattr(model, "_device_mesh", None)) is not None:  # transformers sets it
+        found = f"a part of it on the process mesh {mesh}"
+    if found is not None:
+        raise ValueError(
+            f"model must be whole on each process, which runs forwards on rows of its own, got {found} in "
+            f"{type(model).__name__}; load it without distributed_config and tp_plan (expert, tensor and pipeline "
+            "parallelism do not train here), and recipes/accelerate/fsdp2.yaml shards experts and all else"
+        )
+
+
+def check_parallelism(accelerator: Accelerator) -> None:
+    """Refuses processes that accelerate has told to share rows: the trainer gives each its own.
+
+    Raises:
+        ValueError: tensor, context or sequence parallelism; names the sizes.
+    """
+    config = accelerator.parallelism_config
+    if config is not None and config.non_data_parallel_size > 1:
+        sizes = ", ".join(f"{name}={getattr(config, name)}" for name in ("tp_size", "cp_size", "sp_size"))
+        raise ValueError(
+            f"parallelism_config must have tp_size, cp_size and sp_size of 1, as each process learns from rows of its "
+            f"own, got {sizes}; use dp_shard_size (and dp_replicate_size), see recipes/accelerate/fsdp2_hybrid.yaml"
+        )
+
+
 def shard_frozen(model: torch.nn.Module, accelerator: Accelerator) -> torch.nn.Module:
     """The model, sharded like the policy where that is; it has no optimiser, without which prepare() refuses it."""
     return fsdp_utils.fsdp2_prepare_model(accelerator, model) if accelerator.is_fsdp2 else model

@@ -55,6 +55,36 @@ def test_kernels_equal_eager(family, monkeypatch):
     assert_same(logits_and_gradients(model, "grpo_moe"), expected, 2e-4)
 
 
+@pytest.mark.parametrize(
+    "family, kernels", [("qwen3_moe", False), ("gpt_oss", False), ("nemotron_h", False), ("gpt_oss", True)]
+)
+def test_halves_of_the_experts_add_up_to_the_whole(family, kernels, monkeypatch):
+    """As under expert parallelism: a route to another process has the number of local experts, and weight 0."""
+    if kernels:
+        pytest.importorskip("triton")
+        monkeypatch.setattr(moe, "_on_gpu", lambda hidden_states: True)
+    module = experts_of(tiny_moe(family, experts_implementation="grpo_moe"))[0]
+    hidden, weights = torch.randn(9, 32, requires_grad=True), torch.rand(9, 2, requires_grad=True)
+    index, cotangent = torch.rand(9, 8).topk(2).indices, torch.randn(9, 32)
+    index[0] = torch.tensor([1, 2])  # a token that one half alone has
+    expected = module(hidden, index, weights)
+    wanted = torch.autograd.grad(expected, [hidden, weights, *module.parameters()], cotangent)
+    made, parts = 0, []
+    for rank in range(2):
+        half, away = copy.deepcopy(module), index // 4 != rank
+        half.num_experts = 4
+        for name, parameter in module.named_parameters():
+            setattr(half, name, torch.nn.Parameter(parameter.detach()[4 * rank : 4 * rank + 4]))
+        made = made + half(hidden, torch.where(away, 4, index % 4), weights.masked_fill(away, 0))
+        parts.append(list(half.parameters()))
+    torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-4)
+    found = torch.autograd.grad(made, [hidden, weights, *parts[0], *parts[1]], cotangent)
+    count = len(parts[0])
+    joined = [torch.cat(pair) for pair in zip(found[2 : 2 + count], found[2 + count :], strict=True)]
+    for ours, theirs in zip([*found[:2], *joined], wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("family, activation, layout", [
     ("mixtral", "silu", "concatenated"),
     ("gpt_oss", "gpt_oss", "interleaved"),

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import PartialState
 from moe_families import tiny_moe
+from own_weights import OwnWeights
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
@@ -70,6 +71,8 @@ if __name__ == "__main__":
         adam_epsilon=1e-4,  # else the rounding of a tiny gradient becomes a whole step
     )  # fmt: skip
     model = tiny_moe(family, experts_implementation="grpo_moe") if family else tiny_model(num_experts=16)
+    if options.pop("own_weights", False):
+        engine = OwnWeights(model)
     trainer = GRPOTrainer(
         model, reward, GRPOConfig(**{**shared, **options}), prompt_rows(10), eval_dataset=prompt_rows(1),
         processing_class=tokenizer(), rollout_engine=engine,
@@ -81,4 +84,5 @@ if __name__ == "__main__":
     parameters = whole_state(trainer.policy, trainer.accelerator) or trainer.policy.state_dict()
     sharded = any(hasattr(p, "full_tensor") for p in trainer.policy.parameters())
     kept = {"parameters": parameters, "skipped": summary["skipped_updates"], "sharded": sharded}
+    kept["calls"] = getattr(engine, "calls", None)
     torch.save(kept, folder / f"{rank}.pt")

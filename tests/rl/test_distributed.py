@@ -14,6 +14,7 @@ from accelerate.commands.launch import _validate_launch_command, launch_command_
 from accelerate.utils.launch import prepare_multi_gpu_env
 from transformers import AutoModelForCausalLM
 
+from grpo_moe.rl.metrics import read_metrics
 from grpo_moe.rl.run_folder import list_checkpoints
 from grpo_moe.rl.run_lock import folder_lock
 
@@ -47,7 +48,10 @@ def start(folder, processes, variables=None, **options):
 
 
 def run(folder, processes, variables=None, **options):
-    running = start(folder, processes, variables, **options)
+    return results(start(folder, processes, variables, **options), folder, processes)
+
+
+def results(running, folder, processes):
     said, _ = running.communicate(timeout=SECONDS)
     assert running.returncode == 0, said[-3000:]
     return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(processes)]
@@ -94,6 +98,35 @@ def test_a_process_without_groups_keeps_in_step(tmp_path):
     )  # fmt: skip
     assert first["skipped"] == 0
     assert_equal_parameters(first["parameters"], second["parameters"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_rollouts_ahead_of_the_update_give_that_of_one_process(tmp_path):
+    """And a run goes on, without a lost or repeated prompt, from a checkpoint written while both were generating."""
+    options = {
+        "own_weights": True, "rollout_lag": 1, "sampler_correction": "token_truncate", "max_steps": 5,
+        "max_completion_length": 8, "gradient_accumulation_steps": 1,
+    }  # fmt: skip
+    two = {"per_device_train_batch_size": 4, "save_steps": 3, **options}
+    started = start(tmp_path / "one", 1, per_device_train_batch_size=8, **options)
+    first, second = run(tmp_path / "two", 2, KINDS["ddp"], **two)
+    (alone,) = results(started, tmp_path / "one", 1)
+    assert_equal_parameters(first["parameters"], second["parameters"], rtol=0, atol=0)
+    assert_equal_parameters(first["parameters"], alone["parameters"], rtol=0, atol=1e-6)
+    calls = [made["calls"][:5] for made in (first, second, alone)]  # after them one process evaluates
+    for mine, other, whole in zip(*calls, strict=True):
+        assert mine[0] + other[0] == whole[0] and mine[1:] == other[1:] == whole[1:]
+    assert [call[2:] for call in calls[0]] == [(0, False), (0, True), (1, True), (2, True), (3, True)]
+    one, ours = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert [line["sampling/lag"] for line in ours if "sampling/lag" in line] == [0, 1, 1, 1, 1]  # not an evaluation's
+    for line, expected in zip(ours, one, strict=True):
+        for name in {*COMPARED, "sampling_logp_difference_mean"} & line.keys():
+            assert line[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+
+    resumed = run(tmp_path / "two", 2, KINDS["ddp"], resume_from_checkpoint=f"{tmp_path}/two/checkpoint-3", **two)
+    for made, before in zip(resumed, calls, strict=False):
+        assert [call[:2] for call in made["calls"][:2]] == [call[:2] for call in before[3:]]
+    assert_equal_parameters(resumed[0]["parameters"], resumed[1]["parameters"], rtol=0, atol=0)
 
 
 @pytest.mark.slow

@@ -1,12 +1,11 @@
 """Rollouts one step ahead of the update: what is generated, by which policy, and where a run goes on."""
 
-import copy
 import shutil
-import threading
 from pathlib import Path
 
 import pytest
 import torch
+from own_weights import OwnWeights
 from tiny import prompt_rows, share_of_letter, tiny_model, tokenizer
 
 from grpo_moe import GRPOConfig, GRPOTrainer
@@ -18,33 +17,6 @@ from grpo_moe.rollout.native import NativeEngine
 def no_curves(monkeypatch):
     """They are most of the time of a run as short as these."""
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: Path(path).touch())
-
-
-class OwnWeights:
-    """As a server: generates from a copy that new weights reach when they are sent."""
-
-    in_process = False
-
-    def __init__(self, model):
-        self.model = copy.deepcopy(model)
-        self.engine = NativeEngine(self.model, tokenizer())
-        self.busy = self.fails_at = None
-        self.calls, self.sent = [], 0
-
-    def generate(self, prompts, sampling):
-        self.busy = threading.current_thread() is not threading.main_thread()
-        self.calls.append(([p.index for p in prompts], sampling.seed, self.sent, self.busy))
-        try:
-            if len(self.calls) == self.fails_at:
-                raise ConnectionError("the server is gone")
-            return self.engine.generate(prompts, sampling)
-        finally:
-            self.busy = False
-
-    def sync_weights(self, model):
-        assert not self.busy
-        self.sent += 1
-        self.model.load_state_dict(model.state_dict())
 
 
 def run(path, lag, engine_of=OwnWeights, **changes):
