@@ -11,6 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -92,6 +93,8 @@ def arguments(description: str, impls: list[str]) -> argparse.ArgumentParser:
 def environment(device: torch.device) -> dict[str, str]:
     """Fields of every line: gpu, torch, triton, float32_matmul_precision, commit, date (UTC)."""
     on_gpu = device.type == "cuda"
+    if not on_gpu:
+        print("no CUDA GPU: sizes made for one may take hours and all memory; see --help", file=sys.stderr)
     return {
         "gpu": torch.cuda.get_device_name(device) if on_gpu else f"none ({platform.machine()} CPU)",
         "torch": torch.__version__,

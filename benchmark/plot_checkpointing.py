@@ -32,6 +32,8 @@ def plot(source: Path, target: Path) -> None:
     """Both curves of the lines in ``source``, as a PNG."""
     lines = [x for x in read_lines(source) if WANTED.items() <= x.items() and "error" not in x]
     by_period = {x["gradient_checkpointing"]: x for x in lines}  # the last run of each
+    if 0 not in by_period:
+        raise SystemExit(f"{source} must hold lines of grpo_step.py without checkpointing and with {WANTED}, got none")
     periods = [p for p in (1, 2, 3, 4, 6, 12, 0) if p in by_period]
     names = [str(p) if p else "none" for p in periods]
     measured = [by_period[p] for p in periods]

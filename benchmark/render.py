@@ -127,7 +127,10 @@ def _table(header: list[str], rows: list[list[str]]) -> list[str]:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("files", nargs="+", type=Path, help="JSON lines of benchmarks")
-    print(render([line for path in parser.parse_args(argv).files for line in read_lines(path)]))
+    files = parser.parse_args(argv).files
+    if missing := [str(path) for path in files if not path.is_file()]:
+        parser.error(f"files must exist, got {', '.join(missing)}")
+    print(render([line for path in files for line in read_lines(path)]))
 
 
 if __name__ == "__main__":

@@ -230,6 +230,11 @@ def dataset_task(name: str) -> Task:
         ValueError: nothing is found there.
     """
     kind = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(Path(name).suffix)
+    if (kind or name.startswith((".", "/", "~"))) and not Path(name).exists():  # the hub would be asked, for long
+        raise ValueError(
+            f"dataset_name must be a hub dataset, a folder, or a jsonl, csv or parquet file, got {name!r}, which is "
+            f"not there (from {Path.cwd()}); check the path"
+        )
     try:
         data = load_dataset(kind, data_files=name) if kind and Path(name).is_file() else load_dataset(name)
         train = data["train"]
@@ -278,6 +283,7 @@ def warm_started_policy(preset: Preset, args: GRPOConfig, cache_dir: str | Path,
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(seed)
     model = GptOssLiteForCausalLM(GptOssLiteConfig(**vocabulary_of(tokenizer), **preset.model))
+    announce(f"a GPT-OSS-Lite of {model.num_parameters() / 1e6:.1f}M parameters, its warm start in {cache_dir}")
     always_on = replace(preset.countdown, continue_probability=1.0)
 
     def demonstrations(step: int) -> list[tuple[str, str]]:

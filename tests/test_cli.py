@@ -182,7 +182,7 @@ def test_replay_prints_both_objectives(tmp_path, capsys):
     changes = ["--loss_type", "cispo", "--epsilon_high", "5", "--delta", "none", "--use_bias_correction_kl", "false"]
     assert cli.main(["replay", path, *changes]) == 0
     out = capsys.readouterr().out
-    assert "update 12: grad_norm is inf" in out and "cosine of the gradients" in out
+    assert "update 12: grad_norm is inf" in out and "cosine of these gradients" in out
     lines = {line[:30].strip(): line[30:].split() for line in out.splitlines()}
     assert lines["loss_type"] == ["dapo", "cispo"] and lines["delta"] == ["3.0", "None"]
     assert lines["use_bias_correction_kl"] == ["True", "False"]

@@ -203,13 +203,13 @@ def replay_table(replay: Replay) -> str:
             rows[field.name] = tuple(map(str, values))
     numbers = {
         "loss": [x.loss for x in pair],
-        "gradient norm": [x.gradient_norm for x in pair],
+        "gradient by log-probs, norm": [x.gradient_norm for x in pair],
         "tokens with gradient": [x.num_gradient_tokens for x in pair],
         **{name: [x.stats[name] for x in pair] for name in replay.original.stats if name in replay.other.stats},
     }
     rows |= {name: tuple(f"{value:.6g}" for value in values) for name, values in numbers.items()}
     lines = [f"{name:30}{a:>16}{b:>16}" for name, (a, b) in rows.items()]
-    return "\n".join([*lines, f"{'cosine of the gradients':30}{replay.cosine:>32.6f}"])
+    return "\n".join([*lines, f"{'cosine of these gradients':30}{replay.cosine:>32.6f}"])
 
 
 def _reader(kinds: tuple[type, ...]) -> Callable[[str], Any]:
@@ -295,7 +295,7 @@ def keep_update(
         part,
         policy.args,
         step=step,
-        reason=f"grad_norm is {grad_norm}",
+        reason=f"grad_norm of the parameters is {grad_norm:.6g}",
         current_logps=logps,
         num_loss_tokens=window.num_loss_tokens,
         num_sequences=window.num_sequences,

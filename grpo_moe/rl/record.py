@@ -78,9 +78,13 @@ class RunRecord:
         self._display.update(step, line)
         self.accelerator.log(line, step=step)
 
+    def say(self, text: str) -> None:
+        """One line on the terminal, from the main process."""
+        self._display.message(text)
+
     def warn(self, text: str) -> None:
         """One loud line on the terminal, from the main process."""
-        self._display.message(f"WARNING: {text}")
+        self.say(f"WARNING: {text}")
 
     def step_metrics(
         self,
@@ -160,7 +164,10 @@ class RunRecord:
 
     def _write_end(self, summary: dict[str, Any]) -> None:
         if summary["skipped_updates"] == summary["steps"]:
-            say("Warning: every update was skipped: no group of completions had a spread of rewards.")
+            say(
+                "Warning: every update was skipped: no group of completions had a spread of rewards. "
+                "Take easier or harder prompts, raise num_generations, or look at the reward functions."
+            )
         write_summary(self.folder / SUMMARY_FILE, summary)
         plot_curves(read_metrics(self.folder / METRICS_FILE), self.folder / CURVES_FILE)
 

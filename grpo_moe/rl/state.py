@@ -35,6 +35,15 @@ class TrainerState:
         limit = args.max_train_seconds
         return self.step >= args.max_steps or (limit is not None and self.train_seconds >= limit)
 
+    def ending(self, args: GRPOConfig) -> str:
+        """Which limit ``is_done`` has found, in words."""
+        if self.step >= args.max_steps:
+            return f"update {self.step} has reached max_steps {args.max_steps}: raise it to go on"
+        return (
+            f"stopped after update {self.step} of {args.max_steps}: max_train_seconds {args.max_train_seconds:g} is "
+            "over; raise it to go on"
+        )
+
     def crossed(self, every: int | None, before: int) -> bool:
         """Whether the step went past a multiple of ``every`` since ``before``."""
         return every is not None and self.step // every > before // every

@@ -132,6 +132,8 @@ class GRPOTrainer:
             if self.args.eval_on_start and "before" not in self.state.evaluations:
                 self.state.evaluations["before"] = self._evaluate()
             (done,) = agree(self.state.is_done(self.args))
+            if done:
+                self.record.say(f"nothing to train: {self.state.ending(self.args)}")
             while not done:
                 before = self.state.step
                 with saving_on_error(self, guard):
@@ -157,6 +159,8 @@ class GRPOTrainer:
                 if interrupted:
                     raise KeyboardInterrupt(f"stopped after update {self.state.step}; {path} resumes from there")
                 (done,) = agree(ended or asked.should_training_stop)
+                if ended and self.state.step < self.args.max_steps:
+                    self.record.say(self.state.ending(self.args))
             with saving_on_error(self, guard):
                 self.save_model()
                 check_ranks_agree(self.policy)

@@ -16,3 +16,14 @@ def test_help_says_how_a_script_is_called(script, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0 and capsys.readouterr().out.startswith("usage: ")
+
+
+def test_files_without_what_is_wanted_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(BENCHMARK))
+    render, plot = (importlib.import_module(name).main for name in ("render", "plot_checkpointing"))
+    with pytest.raises(SystemExit):
+        render([str(tmp_path / "none.jsonl")])
+    assert "files must exist, got" in capsys.readouterr().err
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(SystemExit, match="empty.jsonl must hold lines of grpo_step.py without checkpointing"):
+        plot([str(tmp_path / "empty.jsonl"), str(tmp_path / "x.png")])

@@ -1012,3 +1012,11 @@ def test_what_an_engine_must_not_return_is_named(tmp_path, change, message):
     run.collector.engine.generate = lambda prompts, sampling: [change(g) for g in generate(prompts, sampling)]
     with pytest.raises(ValueError, match=message):
         run.step()
+
+
+def test_a_run_says_which_limit_ended_it(tmp_path, capsys):
+    run = trainer(tmp_path, max_steps=50, max_train_seconds=1e-6, show_progress=True)
+    run.train()
+    assert "stopped after update 2 of 50: max_train_seconds 1e-06 is over; raise it" in capsys.readouterr().out
+    run.train()
+    assert "nothing to train: stopped after update 2 of 50" in capsys.readouterr().out
