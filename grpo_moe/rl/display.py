@@ -95,7 +95,7 @@ class PlainDisplay(Display):
 
     def show_completions(self, samples: Sequence[Sample]) -> None:
         for prompt, completion, reward in samples[:_MAX_SAMPLES]:
-            say(f"  reward {_number(reward)}  {clean(prompt)} -> {clean(completion)}")
+            say(f"  reward {_number(reward)}  {_said(prompt)} -> {_said(completion)}")
 
     def message(self, text: str) -> None:
         say(clean(text, _MESSAGE_LIMIT))
@@ -162,8 +162,14 @@ class LiveDisplay(Display):
     def _sample_table(self) -> Table:
         table = Table("reward", "prompt", "completion")
         for prompt, completion, reward in self._samples:
-            table.add_row(_number(reward), *(Text(clean(text), overflow="fold") for text in (prompt, completion)))
+            table.add_row(_number(reward), *(Text(_said(x), overflow="fold") for x in (prompt, completion)))
         return table
+
+
+def _said(text: Any) -> str:
+    """A text, or what the last of chat messages says."""
+    is_chat = isinstance(text, list) and bool(text) and isinstance(text[-1], dict)
+    return clean(text[-1].get("content") if is_chat else text)
 
 
 class _Pace:

@@ -173,3 +173,10 @@ def test_sparkline_scales_bins_and_skips_gaps():
     assert sparkline([0.0, float("nan"), 1.0], ascii_only=True) == ".@"
     assert sparkline([float(i) for i in range(1000)], width=8) == "▁▂▃▄▅▆▇█"
     assert sparkline([2.0, 2.0]) == "▁▁" and sparkline([]) == ""
+
+
+def test_of_a_conversation_the_last_message_is_shown(capsys):
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2?\x1b[2J"}]
+    PlainDisplay(2, "t").show_completions([(chat, [{"role": "assistant", "content": "4"}], 1.0), ("a", [], 0.0)])
+    shown = capsys.readouterr().out
+    assert "2+2?" in shown and "-> 4" in shown and "role" not in shown and "\x1b" not in shown
