@@ -108,7 +108,7 @@ def test_capsules_of_a_gradient_that_is_not_finite_stay_whatever_the_limit(tmp_p
     run.train()
     names = [f"{kind}_{step:06d}_0.safetensors" for kind, step in (("nonfinite", 2), ("nonfinite", 3), ("update", 5))]
     assert sorted(path.name for path in (tmp_path / "capsules").iterdir()) == names
-    assert load_capsule(tmp_path / "capsules" / names[0]).reason == "grad_norm is nan"
+    assert load_capsule(tmp_path / "capsules" / names[0]).reason == "grad_norm of the parameters is nan"
 
 
 def kept_in(run):
