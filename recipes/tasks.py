@@ -283,7 +283,8 @@ def warm_started_policy(preset: Preset, args: GRPOConfig, cache_dir: str | Path,
     tokenizer = character_tokenizer(ALPHABET)
     torch.manual_seed(seed)
     model = GptOssLiteForCausalLM(GptOssLiteConfig(**vocabulary_of(tokenizer), **preset.model))
-    announce(f"a GPT-OSS-Lite of {model.num_parameters() / 1e6:.1f}M parameters, its warm start in {cache_dir}")
+    millions = model.num_parameters() / 1e6
+    announce(f"a GPT-OSS-Lite of {millions:.1f}M parameters, kept in {cache_dir} after imitation")
     always_on = replace(preset.countdown, continue_probability=1.0)
 
     def demonstrations(step: int) -> list[tuple[str, str]]:
