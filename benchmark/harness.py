@@ -91,7 +91,10 @@ def arguments(description: str, impls: list[str]) -> argparse.ArgumentParser:
 
 
 def environment(device: torch.device) -> dict[str, str]:
-    """Fields of every line: gpu, torch, triton, float32_matmul_precision, commit, date (UTC)."""
+    """Fields of every line: gpu, torch, triton, float32_matmul_precision, commit, date (UTC).
+
+    Every script asks for them before its work, so that a missing GPU is said here, on standard error.
+    """
     on_gpu = device.type == "cuda"
     if not on_gpu:
         print("no CUDA GPU: sizes made for one may take hours and all memory; see --help", file=sys.stderr)
